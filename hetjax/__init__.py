@@ -1,0 +1,1 @@
+"""hetjax: data-parallel JAX training on devices of unequal and changing speed."""

@@ -1,0 +1,1 @@
+"""Sources of samples, and the feeding of rows to workers."""

@@ -1,0 +1,1 @@
+"""Controllers: from timings to counts."""

@@ -1,0 +1,1 @@
+"""The JAX side: mesh, engines, reduce and update, norm layers, clocks."""

@@ -1,0 +1,1 @@
+"""Progress, trackers, run report and plots."""
