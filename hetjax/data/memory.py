@@ -1,0 +1,78 @@
+"""Samples that live in memory: a dict of arrays, images kept as bytes and turned into floats when fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from hetjax.data.source import Description, RowSource
+
+
+class MemorySource(RowSource):
+    """A dict of arrays of equal length; sample i is row i of each.
+
+    An array of uint8 under the key "image" stays uint8 in memory and is fetched as float32 in [0, 1].
+    """
+
+    def __init__(self, arrays: Mapping[str, np.ndarray], description: Description | None = None):
+        self.arrays = {name: np.asarray(values) for name, values in arrays.items()}
+        lengths = {name: len(values) if values.ndim else None for name, values in self.arrays.items()}
+        if len(set(lengths.values())) != 1 or None in lengths.values():
+            raise ValueError(f"A source in memory needs arrays with the same number of rows, but got {lengths}.")
+        self._length = next(len(values) for values in self.arrays.values())
+        if description is None:
+            first = next(iter(self.arrays.values()))
+            description = Description("arrays in memory", first.shape[1:])
+        self.description = description
+
+    def __len__(self) -> int:
+        return self._length
+
+    def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        indices = self.checked(indices)
+        batch = {name: values[indices] for name, values in self.arrays.items()}
+        if batch.get("image", np.empty(0)).dtype == np.uint8:
+            batch["image"] = batch["image"] * np.float32(1 / 255)
+        return batch
+
+
+def labelled_images(
+    image: np.ndarray, label: np.ndarray, classes: int, *, name: str, origin: str = "the arrays"
+) -> MemorySource:
+    """A source of inputs and labels, checked; `origin` is the file that an error should name.
+
+    Images without a channel axis get one. uint8 is kept, any other type becomes float32 as it is (no scaling).
+    """
+    image, label = np.asarray(image), np.asarray(label)
+    if image.ndim < 2 or label.ndim != 1 or len(image) != len(label):
+        raise ValueError(
+            f"{origin}: inputs of shape {image.shape} and labels of shape {label.shape} do not go together. "
+            "Expected inputs [n, height, width], [n, height, width, channels] or [n, features] and n labels."
+        )
+    if len(label) == 0:
+        raise ValueError(f"{origin}: there are no samples in it.")
+    check_labels(label, classes, origin)
+    if image.dtype != np.uint8:
+        if image.dtype.kind not in "iufb":
+            raise TypeError(f"{origin}: inputs are {image.dtype}; expected uint8 or floating-point numbers.")
+        image = image.astype(np.float32)
+        if not np.isfinite(image).all():
+            row = int(np.argmin(np.isfinite(image).reshape(len(image), -1).all(axis=1)))
+            raise ValueError(f"{origin}: the input of sample {row} holds NaN or infinity. Remove or repair that row.")
+    if image.ndim == 3:
+        image = image[..., None]
+    arrays = {"image": image, "label": label.astype(np.int32)}
+    return MemorySource(arrays, Description(name, image.shape[1:], classes=classes))
+
+
+def check_labels(label: np.ndarray, classes: int, origin: str) -> None:
+    """Refuse labels that are no integers or outside 0 .. classes - 1, naming the file and the first bad row."""
+    if not np.issubdtype(label.dtype, np.integer):
+        raise TypeError(f"{origin}: labels are {label.dtype}; expected integers from 0 to {classes - 1}.")
+    wrong = np.flatnonzero((label < 0) | (label >= classes))
+    if wrong.size:
+        raise ValueError(
+            f"{origin}: the label of sample {wrong[0]} is {label[wrong[0]]}, outside 0 to {classes - 1}. Renumber the "
+            "labels from 0, or say how many classes there are (classes=)."
+        )
