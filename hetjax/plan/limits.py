@@ -3,8 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
+
+
+@dataclass(frozen=True)
+class Levels:
+    """The distinct prices of staircases on a grid of counts, all tables laid end to end.
+
+    Table k occupies `size_K[k]` entries from `base_K[k]` on. Its entry 0 stands for no grid unit at all; entry j >= 1
+    is a level of work `value_L`, which pays for up to `top_L` grid units.
+    """
+
+    value_L: np.ndarray
+    top_L: np.ndarray
+    base_K: np.ndarray
+    size_K: np.ndarray
+
+    @classmethod
+    def of(cls, stairs: tuple[np.ndarray, ...], offset: int, quantum: int) -> Levels:
+        """Levels of the counts offset, offset + quantum, offset + 2 quantum, ..., unit m being the m-th of them."""
+        values, tops, sizes = [], [], []
+        for stair in stairs:
+            work_U = np.asarray(stair, np.float64)[offset::quantum]
+            first_U = work_U[1:] > np.concatenate([[-1.0], work_U[1:-1]])[: len(work_U[1:])]
+            starts = np.flatnonzero(first_U) + 1
+            values.append(np.concatenate([[0.0], work_U[starts]]))
+            tops.append(np.concatenate([[0], np.append(starts[1:] - 1, len(work_U) - 1)[: len(starts)]]))
+            sizes.append(len(starts) + 1)
+        size_K = np.array(sizes, np.int64)
+        return cls(np.concatenate(values), np.concatenate(tops), np.cumsum(size_K) - size_K, size_K)
 
 
 @dataclass(frozen=True)
@@ -24,12 +53,57 @@ class Limits:
     kind_W: np.ndarray
     stairs: tuple[np.ndarray, ...]
 
+    def __post_init__(self) -> None:
+        workers, kinds = len(self.capacity_W), len(self.stairs)
+        if workers == 0:
+            raise ValueError("Limits got no worker at all; give one capacity, minimum and kind per worker.")
+        if len(self.minimum_W) != workers or len(self.kind_W) != workers:
+            raise ValueError(
+                f"Limits got {workers} capacities, {len(self.minimum_W)} minimums and {len(self.kind_W)} kinds; "
+                "give one of each per worker."
+            )
+        if self.quantum < 1:
+            raise ValueError(f"The quantum is {self.quantum}; give 1 or the common divisor that all counts must have.")
+        if np.min(self.kind_W) < 0 or np.max(self.kind_W) >= kinds:
+            raise ValueError(
+                f"kind_W names kind {np.max(self.kind_W)} but there are {kinds} staircases; add the missing one."
+            )
+        wrong_W = (self.minimum_W < 0) | (self.minimum_W > self.capacity_W)
+        if np.any(wrong_W):
+            i = int(np.argmax(wrong_W))
+            raise ValueError(
+                f"Worker {i} has minimum {self.minimum_W[i]} and capacity {self.capacity_W[i]}; "
+                "expected 0 <= minimum <= capacity."
+            )
+        length_K = np.array([len(stair) for stair in self.stairs])
+        short_W = self.capacity_W >= length_K[self.kind_W]
+        if np.any(short_W):
+            i = int(np.argmax(short_W))
+            raise ValueError(
+                f"Worker {i} has capacity {self.capacity_W[i]} but the staircase of its kind {self.kind_W[i]} ends at "
+                f"{length_K[self.kind_W[i]] - 1} samples; extend the staircase or lower the capacity."
+            )
+        for kind, stair in enumerate(self.stairs):
+            # A NaN fails every comparison, so this refuses it too.
+            if not (stair[0] == 0 and np.all(stair[1:] >= stair[:-1]) and np.isfinite(stair[-1])):
+                raise ValueError(
+                    f"The staircase of kind {kind} is not a table of work; "
+                    "expected finite numbers that start at 0 for no samples and never decrease."
+                )
+
     @property
     def workers(self) -> int:
         return len(self.capacity_W)
 
+    @cached_property
+    def levels(self) -> Levels:
+        """The levels of the staircases at multiples of the quantum."""
+        return Levels.of(self.stairs, 0, self.quantum)
+
     def work(self, counts_W: np.ndarray) -> np.ndarray:
         """The work of each worker at these counts: stairs[kind][count]."""
+        if len(self.stairs) == 1:
+            return self.stairs[0][counts_W]
         work_W = np.empty(self.workers, np.float64)
         for kind, stair in enumerate(self.stairs):
             mine = self.kind_W == kind
