@@ -206,8 +206,8 @@ class _Grid:
         below, below_W, above = floor, floor_W, np.inf
         if self.relaxed(floor, floor_W)[0] > units:
             return floor, floor_W
-        for _ in range(40):
-            level_W = self.reach(time, level_W if time > floor else floor_W)
+        for turn in range(40):
+            level_W = self.reach(time, level_W)
             reached, rate = self.relaxed(time, level_W)
             if reached <= units:
                 below, below_W = time, level_W
@@ -218,8 +218,10 @@ class _Grid:
             newton = time + (units - reached) / rate if rate > 0 else np.inf
             if reached > units:  # aim a little low, so that the bound closes from below
                 newton -= 1e-9 * time
-            if not below < newton < above:
-                newton = 0.5 * (below + above) if above < np.inf else 2.0 * max(time, float(self.startup_W.max()), 1e-9)
+            if above < np.inf and (turn % 3 == 2 or not below < newton < above):
+                newton = 0.5 * (below + above)  # a staircase may hold Newton up: halve every third time
+            elif not below < newton < above:
+                newton = 2.0 * max(time, float(self.startup_W.max()), 1e-9)
             if not below < newton < above or above - below <= 1e-4 * below:
                 break
             time = newton
