@@ -1,0 +1,80 @@
+"""A small residual network in the CIFAR form: three stages of basic blocks (depth 6n + 2).
+
+K. He, X. Zhang, S. Ren, J. Sun: Deep Residual Learning for Image Recognition, CVPR 2016, section 4.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from hetjax.models.group_norm import GroupNorm
+
+# norm(features, dtype=..., rngs=...) makes a layer that is called with x [..., height, width, features] alone.
+NormFactory = Callable[..., Callable[[jax.Array], jax.Array]]
+
+
+class Block(nnx.Module):
+    """relu(x + norm(conv(relu(norm(conv(x)))))), with a 1x1 convolution on x where the shape changes."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int, norm: NormFactory, dtype: jnp.dtype, rngs: nnx.Rngs):
+        conv = lambda a, b, size, stride: nnx.Conv(
+            a, b, (size, size), (stride, stride), use_bias=False, dtype=dtype, rngs=rngs
+        )
+        self.conv1 = conv(inputs, outputs, 3, stride)
+        self.norm1 = norm(outputs, dtype=dtype, rngs=rngs)
+        self.conv2 = conv(outputs, outputs, 3, 1)
+        self.norm2 = norm(outputs, dtype=dtype, rngs=rngs)
+        self.project = conv(inputs, outputs, 1, stride) if stride > 1 or inputs != outputs else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = jax.nn.relu(self.norm1(self.conv1(x)))
+        y = self.norm2(self.conv2(y))
+        return jax.nn.relu(y + (x if self.project is None else self.project(x)))
+
+
+class ResNet(nnx.Module):
+    """A 3x3 convolution, three stages of `blocks` blocks (image halved and width doubled between), mean, logits.
+
+    `norm` is "group" or a factory (see NormFactory); batch normalisation comes as a factory, because its statistics
+    need to know how the batch is split. With "group" the network works on one image or on any number stacked in front.
+    """
+
+    def __init__(
+        self,
+        input_shape: Sequence[int],
+        classes: int,
+        *,
+        blocks: int = 1,
+        width: int = 16,
+        norm: str | NormFactory = "group",
+        dtype: jnp.dtype = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        if isinstance(norm, str):
+            if norm != "group":
+                raise ValueError(
+                    f"norm={norm!r} was given: expected 'group' or a function norm(features, dtype=, rngs=) that makes "
+                    "a layer. Plain batch normalisation would make the result depend on how the batch is split."
+                )
+            norm = GroupNorm
+        self.stem = nnx.Conv(input_shape[-1], width, (3, 3), use_bias=False, dtype=dtype, rngs=rngs)
+        self.stem_norm = norm(width, dtype=dtype, rngs=rngs)
+        stages = []
+        features = width
+        for stage in range(3):
+            for block in range(blocks):
+                stride = 2 if stage > 0 and block == 0 else 1
+                stages.append(Block(features, width * 2**stage, stride, norm, dtype, rngs))
+                features = width * 2**stage
+        self.blocks = nnx.List(stages)
+        self.head = nnx.Linear(features, classes, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: jax.Array, *, rngs: nnx.Rngs | None = None) -> jax.Array:
+        x = jax.nn.relu(self.stem_norm(self.stem(x)))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(axis=(-3, -2))).astype(jnp.float32)
