@@ -1,1 +1,1 @@
-"""The JAX side: mesh, engines, reduce and update, norm layers, clocks."""
+"""The JAX side: workers and mesh, the engines, reduce and update, norm layers, clocks, simulated speeds."""

@@ -18,6 +18,7 @@ class Plan:
     counts_W: np.ndarray  # int64, sums to the batch of the step
     changed: bool = False  # whether this differs from the plan before, the short last step of an epoch aside
     reason: str = ""  # a few words for the log: "first plan", "worker 2 slower: predicted gain 18%"
+    weights_W: np.ndarray | None = None  # worker i's gradient sum counts this many times; None: once, which is unbiased
 
     @property
     def bounds_W1(self) -> np.ndarray:
@@ -39,6 +40,11 @@ class Observation:
     times_W: np.ndarray  # float64 seconds, rounded to 1 microsecond; NaN where there is no valid timing
     epoch: int = 0
     step: int = 0
+
+    @property
+    def valid_W(self) -> np.ndarray:
+        """Which workers have something to learn from: samples, and a valid timing of them."""
+        return (self.counts_W > 0) & (self.times_W > 0) & (self.times_W < np.inf)
 
 
 class Controller(Protocol):

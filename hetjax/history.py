@@ -1,0 +1,100 @@
+"""What a run tells: one record a step, and a summary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Record:
+    """One finished step."""
+
+    step: int
+    epoch: int
+    loss: float
+    metrics: dict[str, float]
+    counts_W: np.ndarray
+    rows_W: np.ndarray  # computed, padding included
+    times_W: np.ndarray  # local seconds; NaN where a worker had no samples or the step was not timed
+    step_time: float  # seconds from the end of the step before to the end of this one
+    seconds: float  # since the start of the run
+    samples: int  # since the start of the run
+    changed: bool  # whether the plan changed with this step
+    reason: str
+    nonfinite: tuple[int, ...] = ()  # workers whose sums held NaN or infinity: the update was skipped
+
+    @property
+    def samples_per_s(self) -> float:
+        return float(self.counts_W.sum()) / self.step_time if self.step_time > 0 else float("nan")
+
+    def row(self) -> dict[str, Any]:
+        """The record as plain JSON values."""
+        return {
+            "step": self.step,
+            "epoch": self.epoch,
+            "loss": self.loss,
+            "counts": self.counts_W.tolist(),
+            "rows": self.rows_W.tolist(),
+            "times": [None if np.isnan(t) else float(t) for t in self.times_W],
+            "step_time": self.step_time,
+            "samples_per_s": self.samples_per_s,
+            "seconds": self.seconds,
+            "samples": self.samples,
+            "changed": self.changed,
+            "reason": self.reason,
+            "metrics": self.metrics,
+        }
+
+
+@dataclass
+class History:
+    """All records of a call to `fit`, and what the run as a whole came to."""
+
+    records: list[Record] = field(default_factory=list)
+    ideal_samples_per_s: float | None = None
+    engine: str = ""
+    transport: str = ""
+    controller: str = ""
+    workers: int = 0
+    recompiles_after_warmup: int = 0
+    data_wait_s: float = 0.0
+    overruns: int = 0
+
+    @property
+    def losses(self) -> list[float]:
+        return [record.loss for record in self.records]
+
+    @property
+    def counts(self) -> np.ndarray:
+        """Counts over time, [steps, workers]."""
+        return np.array([record.counts_W for record in self.records])
+
+    def samples_per_s(self, skip: int = 0) -> float:
+        """Throughput over the run, the first `skip` steps aside."""
+        part = self.records[skip:]
+        seconds = sum(record.step_time for record in part)
+        return sum(int(record.counts_W.sum()) for record in part) / seconds if seconds > 0 else float("nan")
+
+    def summary(self) -> dict[str, Any]:
+        wall = self.records[-1].seconds if self.records else 0.0
+        rate = self.samples_per_s()
+        return {
+            "controller": self.controller,
+            "engine": self.engine,
+            "transport": self.transport,
+            "workers": self.workers,
+            "steps": len(self.records),
+            "samples": sum(int(record.counts_W.sum()) for record in self.records),
+            "wall_s": wall,
+            "samples_per_s": rate,
+            "ideal_samples_per_s": self.ideal_samples_per_s,
+            "efficiency": rate / self.ideal_samples_per_s if self.ideal_samples_per_s else None,
+            "final_loss": self.losses[-1] if self.records else None,
+            "plan_changes": sum(record.changed for record in self.records),
+            "recompiles_after_warmup": self.recompiles_after_warmup,
+            "data_wait_share": self.data_wait_s / wall if wall else 0.0,
+            "overruns": self.overruns,
+        }

@@ -1,0 +1,88 @@
+"""Which samples form a global step: one order per epoch from (seed, epoch), and one integer to resume from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+_ROUNDS = 6
+
+
+def _mix(value: np.ndarray, key: np.uint64) -> np.ndarray:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014): 64 bits in, 64 well-mixed bits out."""
+    with np.errstate(over="ignore"):
+        z = value + key
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
+
+
+def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
+    """Entries `positions` of a pseudo-random permutation of range(size), without ever storing the permutation.
+
+    A balanced Feistel network permutes the smallest square of 2**(2h) >= size; values outside the range walk on until
+    they fall inside ("cycle walking", Black & Rogaway 2002). The square is less than four times the range, so four
+    rounds of walking are the average.
+    """
+    half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
+    mask, shift = np.uint64((1 << half) - 1), np.uint64(half)
+    base = _mix(np.uint64([seed & 0xFFFFFFFFFFFFFFFF]), np.uint64(0x9E3779B97F4A7C15))
+    base = _mix(base ^ np.uint64(epoch), np.uint64(0xD1B54A32D192ED03))
+    keys = [_mix(base, np.uint64(r + 1))[0] for r in range(_ROUNDS)]
+
+    def feistel(value: np.ndarray) -> np.ndarray:
+        left, right = value >> shift, value & mask
+        for key in keys:
+            left, right = right, left ^ (_mix(right, key) & mask)
+        return (left << shift) | right
+
+    out = feistel(np.asarray(positions).astype(np.uint64))
+    while (outside := out >= np.uint64(size)).any():
+        out[outside] = feistel(out[outside])
+    return out.astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One global step: the half-open range of positions in an epoch's order."""
+
+    epoch: int
+    start: int
+    stop: int
+
+    @property
+    def batch(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Cuts every epoch's order into global batches; the last one of an epoch is short, not dropped.
+
+    The cursor counts the samples consumed since the start of training, so it alone says where to go on, whatever the
+    plans were and however many workers there are: `step(cursor)` is the next step and `cursor + step.batch` follows.
+    """
+
+    size: int
+    batch: int
+    seed: int = 0
+    shuffle: bool = True
+
+    def __post_init__(self):
+        if self.size < 1:
+            raise ValueError(f"The data set is empty ({self.size} samples): there is nothing to train or evaluate on.")
+        if self.batch < 1:
+            raise ValueError(f"batch_size must be at least 1, got {self.batch}.")
+
+    def step(self, cursor: int) -> Step:
+        epoch, start = divmod(cursor, self.size)
+        return Step(epoch, start, min(start + self.batch, self.size))
+
+    def steps_per_epoch(self) -> int:
+        return -(-self.size // self.batch)
+
+    def indices(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        """The samples at positions start .. stop-1 of an epoch's order."""
+        positions = np.arange(start, stop, dtype=np.int64)
+        return permute(positions, self.size, self.seed, epoch) if self.shuffle else positions

@@ -1,0 +1,84 @@
+"""The contract with the user's model: one loss per example, one key per example, everything summed, never averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Tree = Any
+
+# Words of the control vector that goes with every block of rows: data, so that no plan ever compiles anything.
+CONTROL = ("count", "first", "seed", "epoch", "position")
+
+
+def control(count: int, *, first: bool, seed: int, epoch: int, position: int) -> np.ndarray:
+    """The control vector of a block of rows; `position` is the place of its first row in the epoch's global order."""
+    return np.array([count, first, seed & 0xFFFFFFFF, epoch, position], np.uint32)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Example:
+    """What a model says of each example of a batch.
+
+    With weights (tokens of a sequence) `loss_b` and the metrics are weighted SUMS over the example; totals are divided
+    by the global weight. Without, the weight of an example is one.
+    """
+
+    loss_b: jax.Array
+    weight_b: jax.Array | None = None
+    metrics: dict[str, jax.Array] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A user's loss function behind one signature, stateful or not.
+
+    Without model state: `loss_fn(params, batch, keys)` returns `loss_b` or an `Example`.
+    With model state: `loss_fn(params, state, batch, keys, mask_b)` returns that and the sums for the state's update.
+    """
+
+    loss_fn: Callable[..., Any]
+    stateful: bool = False
+
+    def __call__(
+        self, params: Tree, model_state: Tree, batch: Tree, keys_b: jax.Array, mask_b: jax.Array
+    ) -> tuple[Example, Tree]:
+        if self.stateful:
+            told, state_sums = self.loss_fn(params, model_state, batch, keys_b, mask_b)
+        else:
+            told, state_sums = self.loss_fn(params, batch, keys_b), ()
+        told = told if isinstance(told, Example) else Example(told)
+        rows = len(mask_b)
+        named = {"the loss": told.loss_b, **{f"metric {name!r}": value for name, value in told.metrics.items()}}
+        if told.weight_b is not None:
+            named["the weight"] = told.weight_b
+        for name, value in named.items():
+            if jnp.shape(value) != (rows,):
+                raise ValueError(
+                    f"loss_fn must return one value per example: for {rows} rows {name} should have shape ({rows},), "
+                    f"but it has shape {jnp.shape(value)}. Do not average over the batch; hetjax sums and divides."
+                )
+        return told, state_sums
+
+
+def example_keys(ctl: jax.Array, rows: int) -> jax.Array:
+    """One PRNG key per row from (seed, epoch, global position): the same for a sample however the batch is split."""
+    key = jax.random.fold_in(jax.random.key(ctl[2]), ctl[3])
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, ctl[4] + jnp.arange(rows, dtype=jnp.uint32))
+
+
+def valid_rows(batch: Tree, ctl: jax.Array) -> tuple[Tree, jax.Array]:
+    """The batch with every padding row replaced by a copy of its first row, and the mask of the valid ones.
+
+    0 * NaN is NaN, so whatever stands in the padding must not enter the model at all.
+    """
+    rows = jax.tree.leaves(batch)[0].shape[0]
+    mask_b = jnp.arange(rows, dtype=jnp.uint32) < ctl[0]
+    keep = lambda x: jnp.where(mask_b.reshape((rows,) + (1,) * (x.ndim - 1)), x, x[:1])
+    return jax.tree.map(keep, batch), mask_b

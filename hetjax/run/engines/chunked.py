@@ -1,0 +1,183 @@
+"""The chunked engine: the host drives each worker through a short ladder of compiled chunk sizes.
+
+No control flow inside XLA, so convolutions run at native speed, and every worker may be another kind of device. A count
+is covered by the cheapest set of chunks at measured prices; only the last chunk is padded. Each chunk adds to sums that
+stay on the device and are donated from chunk to chunk.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hetjax.plan.limits import Limits
+from hetjax.plan.sampler import Step
+from hetjax.plan.staircase import geometric_rungs
+from hetjax.run.clocks import Clocks, Lap
+from hetjax.run.compile_once import compile_for
+from hetjax.run.compiles import expected
+from hetjax.run.contract import control
+from hetjax.run.engines.protocol import Program, Replicas, Rows
+from hetjax.run.ladder import Ladder
+from hetjax.run.workers import Workers, device_kind
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Chunk:
+    rung: int
+    rows: Tree
+    ctl: np.ndarray
+
+
+class Chunked:
+    name = "chunked"
+    exact_sync = False
+
+    def __init__(
+        self,
+        program: Program,
+        workers: Workers,
+        clocks: Clocks,
+        *,
+        capacity_W: np.ndarray,
+        quantum: int = 1,
+        max_rows_W: np.ndarray | None = None,
+        rungs: Sequence[int] | None = None,
+        complete: bool = False,
+        priced_by_rows: bool = False,
+    ):
+        self.program, self.workers, self.clocks, self.quantum = program, workers, clocks, quantum
+        self.capacity_W = np.asarray(capacity_W, np.int64)
+        self.max_rows_W = self.capacity_W if max_rows_W is None else np.minimum(self.capacity_W, max_rows_W)
+        self.devices = [workers.devices[i] for i in workers.local]
+        self.ladders: dict[str, Ladder] = {}
+        self._zeros: dict[jax.Device, Any] = {}
+        for kind in dict.fromkeys(map(device_kind, self.devices)):
+            devices = [d for d in self.devices if device_kind(d) == kind]
+            with expected():
+                self._zeros.update(zip(devices, compile_for(self._no_sums, (), devices), strict=True))
+            self.ladders[kind] = Ladder(
+                self._chunk,
+                self._arguments,
+                devices,
+                rungs or self._candidates([m for m, d in zip(self.max_rows_W, workers.devices) if d in devices]),
+                donate=(2,),
+                complete=complete or rungs is not None,
+                priced_by_rows=priced_by_rows,
+            )
+        self._acc = [self._zeros[device]() for device in self.devices]
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="hetjax-ladder")
+        self._growing: tuple[Ladder, int, Future] | None = None
+        self._survey()
+
+    def _candidates(self, max_rows: Sequence[int]) -> list[int]:
+        """A rung at every worker's own limit, and a geometric series below the largest."""
+        tops = {max(self.quantum, int(rows) // self.quantum * self.quantum) for rows in max_rows}
+        return sorted(tops.union(geometric_rungs(max(tops), self.quantum)))
+
+    # -- programs --
+
+    def _no_sums(self) -> jax.Array:
+        return jnp.zeros((1, self.program.size), self.program.dtype)
+
+    def _chunk(self, params: Tree, model_state: Tree, acc: jax.Array, rows: Tree, ctl: jax.Array):
+        """acc + sums of these rows, or just the sums when the chunk is a step's first; and a mark for the clock."""
+        flat = self.program.row_sums(params, model_state, rows, ctl)
+        return jnp.where(ctl[1] > 0, 0, acc) + flat[None], ctl[0]
+
+    def _arguments(self, rows: int, device: jax.Device | None) -> tuple:
+        p = self.program
+        shapes = (p.params, p.model_state, jax.ShapeDtypeStruct((1, p.size), p.dtype), p.block(rows), p.ctl)
+        if device is None:
+            return shapes
+        values = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), device), shapes[:-1])
+        return *values, control(rows, first=True, seed=0, epoch=0, position=0)
+
+    # -- prices and growth --
+
+    def _survey(self) -> None:
+        """Build the staircase of every group of like workers from the present prices."""
+        self._group_W = [(device_kind(d), int(m), int(c)) for d, m, c in zip(self.workers.devices, self.max_rows_W, self.capacity_W)]
+        self._stairs = {g: self.ladders[g[0]].staircase(g[1], g[2]) for g in dict.fromkeys(self._group_W)}
+
+    def limits(self) -> Limits:
+        groups = list(self._stairs)
+        return Limits(
+            capacity_W=self.capacity_W,
+            minimum_W=np.zeros(len(self.workers), np.int64),
+            quantum=self.quantum,
+            kind_W=np.array([groups.index(g) for g in self._group_W], np.int64),
+            stairs=tuple(stairs.price_N / self.ladders[g[0]].unit for g, stairs in self._stairs.items()),
+        )
+
+    def rows_of(self, worker: int, count: int) -> int:
+        return self._stairs[self._group_W[worker]].rows(count)
+
+    def grow(self, counts_W: np.ndarray) -> bool:
+        """Between steps: take a rung that has been compiled into use, or start compiling the next one worth having.
+
+        Returns whether a compile is under way: it takes the CPU from CPU workers, so such a step is not timed.
+        """
+        if self._growing is None:
+            for kind, ladder in self.ladders.items():
+                mine = [i for i, group in enumerate(self._group_W) if group[0] == kind]
+                rung = ladder.next_rung(
+                    [int(counts_W[i]) for i in mine], max(self._group_W[i][1] for i in mine), max(self._group_W[i][2] for i in mine)
+                )
+                if rung is not None:
+                    self._growing = ladder, rung, self._background.submit(ladder.compile, rung)
+                    break
+        elif self._growing[2].done():
+            ladder, rung, programs = self._growing
+            ladder.add(rung, programs.result())
+            self._growing = None
+            self._survey()
+        return self._growing is not None
+
+    # -- a step --
+
+    def pack(self, rows: Rows, step: Step, counts_W: np.ndarray, seed: int) -> list[list[Chunk]]:
+        starts_W = step.start + np.cumsum(counts_W) - counts_W
+        return [self._chunks(rows, step.epoch, i, int(starts_W[i]), int(counts_W[i]), seed) for i in self.workers.local]
+
+    def _chunks(self, rows: Rows, epoch: int, worker: int, start: int, count: int, seed: int) -> list[Chunk]:
+        device, chunks, done = self.workers.devices[worker], [], 0
+        for rung in self._stairs[self._group_W[worker]].chunks(count):
+            ctl = control(min(rung, count - done), first=done == 0, seed=seed, epoch=epoch, position=start + done)
+            block = rows.block(start + done, rung)
+            if device.platform != "cpu":  # a CPU program reads host memory as it is; others get it ahead of time
+                block = jax.device_put(block, device)
+            chunks.append(Chunk(rung, block, ctl))
+            done += rung
+        return chunks
+
+    def start(self, replicas: Replicas, packed: list[list[Chunk]]) -> list[Future[Lap]]:
+        views, ready = replicas.per_worker(), replicas.ready()
+        return self.clocks.start([partial(self._phase, k, packed[k], *views[k], ready[k]) for k in range(len(packed))])
+
+    def _phase(self, k: int, chunks: list[Chunk], params: Tree, model_state: Tree, ready: jax.Array) -> Lap:
+        """One worker's local phase, on its own thread."""
+        device = self.devices[k]
+        programs = self.ladders[device_kind(device)].programs
+        ready.block_until_ready()
+        began = time.perf_counter()
+        acc, mark = self._acc[k], None
+        if acc.is_deleted() or not chunks:  # a failed step took the old sums with it, or there is nothing to sum
+            acc = mark = self._zeros[device]()
+        for chunk in chunks:
+            acc, mark = programs[chunk.rung][device](params, model_state, acc, chunk.rows, chunk.ctl)
+        self._acc[k] = acc
+        return self.clocks.lap(k, sum(chunk.rung for chunk in chunks), began, acc, mark)
+
+    def close(self) -> None:
+        self._background.shutdown(wait=True, cancel_futures=True)

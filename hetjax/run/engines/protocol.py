@@ -1,0 +1,102 @@
+"""What an engine is: a way to run the local phase of every worker for given counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from hetjax.plan.limits import Limits
+from hetjax.plan.sampler import Step
+from hetjax.run.clocks import Lap
+from hetjax.run.workers import Workers
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Host rows of one step: `tree` holds the samples at positions origin, origin + 1, ... of the epoch's order."""
+
+    tree: Tree
+    origin: int
+
+    @property
+    def stop(self) -> int:
+        return self.origin + len(jax.tree.leaves(self.tree)[0])
+
+    def block(self, start: int, size: int) -> Tree:
+        """`size` rows from position `start`. Beyond the end the last row is repeated: real rows, never zeros.
+
+        A block may reach into the neighbour's samples; they are masked there, and a view costs no copy.
+        """
+        at, have = start - self.origin, self.stop - self.origin
+        if 0 <= at and at + size <= have:
+            return jax.tree.map(lambda x: x[at : at + size], self.tree)
+        index = np.clip(np.arange(at, at + size), 0, have - 1)
+        return jax.tree.map(lambda x: x[index], self.tree)
+
+
+class Replicas(Protocol):
+    """The parameters as the workers see them (see reduce.py)."""
+
+    def per_worker(self) -> list[Tree]: ...
+
+    def on_mesh(self) -> Tree: ...
+
+    def ready(self) -> list[jax.Array]: ...
+
+
+@dataclass(frozen=True)
+class Program:
+    """What an engine computes: sums over rows, and the shapes that go with them."""
+
+    row_sums: Callable[[Tree, Tree, Tree, jax.Array], jax.Array]  # (params, model_state, rows, ctl) -> flat [F]
+    size: int  # F
+    dtype: Any
+    params: Tree  # of ShapeDtypeStruct
+    model_state: Tree
+    row: Tree  # one sample
+
+    def block(self, rows: int) -> Tree:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype), self.row)
+
+    @property
+    def ctl(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((5,), np.uint32)
+
+
+class Engine(Protocol):
+    """Compiles ahead in its constructor; after that, counts are data and nothing compiles."""
+
+    name: str
+    workers: Workers
+    exact_sync: bool  # a layer talks across workers inside the local phase: its time is not the worker's own
+
+    def limits(self) -> Limits:
+        """What plans must respect now: capacities, quantum, and the price staircase of each kind."""
+        ...
+
+    def rows_of(self, worker: int, count: int) -> int:
+        """Rows a worker really computes for a count, padding included."""
+        ...
+
+    def pack(self, rows: Rows, step: Step, counts_W: np.ndarray, seed: int) -> Any:
+        """Lay out the rows of a coming step; done while the step before runs."""
+        ...
+
+    def start(self, replicas: Replicas, packed: Any) -> list[Future[Lap]]:
+        """Start the local phase of this process's workers."""
+        ...
+
+    def grow(self, counts_W: np.ndarray) -> bool:
+        """Between steps: improve the ladder for these counts; whether a compile disturbs the next step's timings."""
+        ...
+
+    def close(self) -> None:
+        """End the engine's threads."""
+        ...

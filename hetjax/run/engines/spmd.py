@@ -1,0 +1,149 @@
+"""The two engines that are one `shard_map` program over all workers: masked and looped.
+
+Both work on a fixed buffer [workers, capacity, ...] and differ only in how a worker goes through its part:
+
+    masked   all rows at once, the invalid ones masked: the plainest form, whose time does not fall with the count;
+             the only engine where a model may talk across workers inside the forward pass.
+    looped   a loop over micro-batches with ceil(count / micro) trips, gradients taken inside the body: the work
+             follows the count. For GPU and TPU, and for matmul models on CPU.
+
+`check_vma=False`: with it, a gradient with respect to replicated parameters stays each worker's own, without a hidden
+sum over the axis (which inside a loop of unequal trips would wait for ever), and any user's scan or loop just works.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from hetjax.plan.limits import Limits
+from hetjax.plan.sampler import Step
+from hetjax.run.clocks import Clocks, Lap
+from hetjax.run.compiles import expected
+from hetjax.run.contract import control
+from hetjax.run.engines.protocol import Program, Replicas, Rows
+from hetjax.run.sync_axis import SyncAxis
+from hetjax.run.workers import AXIS, Workers
+
+Tree = Any
+
+
+class Spmd:
+    """What masked and looped share: the buffer, the program over the mesh, and a waiter per worker."""
+
+    name: str
+
+    def __init__(self, program: Program, workers: Workers, clocks: Clocks, *, capacity: int, buffer: int, quantum: int):
+        self.program, self.workers, self.clocks = program, workers, clocks
+        self.capacity, self.buffer, self.quantum = capacity, buffer, quantum
+        self.axis = SyncAxis(AXIS)
+        body = jax.shard_map(
+            self._on_worker,
+            mesh=workers.mesh,
+            in_specs=(P(), P(), P(AXIS), P(AXIS)),
+            out_specs=(P(AXIS), P(AXIS)),
+            check_vma=False,
+        )
+        put = lambda tree, place: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)
+        wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(workers), *x.shape), x.dtype), (program.block(buffer), program.ctl))
+        with expected():
+            lowered = jax.jit(body).lower(*put((program.params, program.model_state), workers.replicated), *put(wide, workers.sharded))
+            self._run = lowered.compile()
+
+    @property
+    def exact_sync(self) -> bool:
+        return self.axis.used
+
+    def _on_worker(self, params: Tree, model_state: Tree, rows_1: Tree, ctl_1: jax.Array) -> tuple[jax.Array, jax.Array]:
+        rows, ctl = jax.tree.map(lambda x: x[0], (rows_1, ctl_1))
+        flat = self._sums(params, model_state, rows, ctl)
+        flat = jnp.where(ctl[0] > 0, flat, 0)  # a worker without samples adds nothing, whatever lies in its buffer
+        return flat[None], ctl[:1]
+
+    def _sums(self, params: Tree, model_state: Tree, rows: Tree, ctl: jax.Array) -> jax.Array:
+        raise NotImplementedError
+
+    def _work(self, count: int) -> int:
+        raise NotImplementedError
+
+    def limits(self) -> Limits:
+        workers = len(self.workers)
+        return Limits(
+            capacity_W=np.full(workers, self.capacity, np.int64),
+            minimum_W=np.zeros(workers, np.int64),
+            quantum=self.quantum,
+            kind_W=np.zeros(workers, np.int64),
+            stairs=(np.array([0, *(self._work(n) for n in range(1, self.capacity + 1))], np.float64),),
+        )
+
+    def rows_of(self, worker: int, count: int) -> int:
+        return self._work(count)
+
+    def pack(self, rows: Rows, step: Step, counts_W: np.ndarray, seed: int) -> tuple[list[int], Tree, jax.Array]:
+        starts_W = step.start + np.cumsum(counts_W) - counts_W
+        local = self.workers.local
+        blocks = [rows.block(int(starts_W[i]), self.buffer) for i in local]
+        ctls = [control(int(counts_W[i]), first=True, seed=seed, epoch=step.epoch, position=int(starts_W[i])) for i in local]
+        wide = jax.tree.map(lambda *parts: self.workers.from_host(parts), *blocks)
+        return [self._work(int(counts_W[i])) for i in local], wide, self.workers.from_host(ctls)
+
+    def start(self, replicas: Replicas, packed: tuple[list[int], Tree, jax.Array]) -> list[Future[Lap]]:
+        rows_of, rows, ctl = packed
+        jax.block_until_ready(replicas.ready())  # a call on busy CPU devices would block until it is over, unseen
+        began = time.perf_counter()
+        flat, mark = self._run(*replicas.on_mesh(), rows, ctl)
+        parts = enumerate(zip(rows_of, self.workers.pieces(flat), self.workers.pieces(mark), strict=True))
+        return self.clocks.start([partial(self.clocks.lap, k, n, began, flat, mark) for k, (n, flat, mark) in parts])
+
+    def grow(self, counts_W: np.ndarray) -> bool:
+        return False  # one program for all counts
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class Masked(Spmd):
+    name = "masked"
+
+    def __init__(self, program: Program, workers: Workers, clocks: Clocks, *, capacity: int, quantum: int = 1):
+        buffer = -(-capacity // quantum) * quantum
+        super().__init__(program, workers, clocks, capacity=capacity, buffer=buffer, quantum=quantum)
+
+    def _sums(self, params: Tree, model_state: Tree, rows: Tree, ctl: jax.Array) -> jax.Array:
+        with self.axis.allowed():
+            return self.program.row_sums(params, model_state, rows, ctl)
+
+    def _work(self, count: int) -> int:
+        return self.buffer  # padding is computed too
+
+
+class Looped(Spmd):
+    name = "looped"
+
+    def __init__(self, program: Program, workers: Workers, clocks: Clocks, *, capacity: int, micro: int, quantum: int = 1):
+        self.micro = -(-micro // quantum) * quantum
+        buffer = -(-capacity // self.micro) * self.micro
+        super().__init__(program, workers, clocks, capacity=capacity, buffer=buffer, quantum=quantum)
+
+    def _sums(self, params: Tree, model_state: Tree, rows: Tree, ctl: jax.Array) -> jax.Array:
+        micro = self.micro
+
+        def body(trip: jax.Array, flat: jax.Array) -> jax.Array:
+            start = trip * micro
+            block = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, micro), rows)
+            done = start.astype(jnp.uint32)
+            part = ctl.at[0].set(jnp.minimum(ctl[0] - done, micro)).at[4].add(done)
+            return flat + self.program.row_sums(params, model_state, block, part)
+
+        trips = ((ctl[0] + (micro - 1)) // micro).astype(jnp.int32)
+        return jax.lax.fori_loop(0, trips, body, jnp.zeros(self.program.size, self.program.dtype))
+
+    def _work(self, count: int) -> int:
+        return -(-count // self.micro) * self.micro

@@ -1,0 +1,132 @@
+"""The ladder of one kind of device: chunk programs of a few fixed sizes, compiled ahead and priced by a stopwatch."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from hetjax.plan.staircase import Staircase
+from hetjax.run import memory
+from hetjax.run.compile_once import compile_for
+from hetjax.run.compiles import expected
+
+log = logging.getLogger("hetjax")
+Arguments = Callable[[int, jax.Device | None], tuple]  # (rows, device) -> arguments; shapes only when device is None
+
+_TRIALS, _TRIAL_BUDGET = 7, 0.25  # run a rung so often on trial, or for so many seconds
+_CHUNK_COST_IN_ROWS = 1.0  # where rows are the price, one more chunk is still not quite free
+_WORTH_COMPILING = 0.01  # a further rung has to save one per cent of the work
+
+
+class Ladder:
+    """Programs and prices by rung. A rung that does not fit into memory is dropped with a sentence.
+
+    `wanted` are the rungs a complete ladder would have. Training starts with three of them, a factor of four apart, and
+    takes more into use between steps when they promise to save work at the present counts.
+    """
+
+    def __init__(
+        self,
+        chunk: Callable,
+        arguments: Arguments,
+        devices: Sequence[jax.Device],
+        wanted: Sequence[int],
+        *,
+        donate: tuple[int, ...],
+        complete: bool,
+        priced_by_rows: bool,
+    ):
+        self.chunk, self.arguments, self.donate = chunk, arguments, donate
+        self.devices, self.wanted = tuple(devices), sorted(wanted)
+        self.priced_by_rows = priced_by_rows
+        self.programs: dict[int, dict[jax.Device, Any]] = {}
+        self.prices: dict[int, float] = {}  # seconds of one chunk alone on an idle device
+        self._build(set(self.wanted) if complete else {_nearest(self.wanted, self.wanted[-1] / f) for f in (1, 4, 16)})
+        self.unit = self.prices[max(self.prices)] / max(self.prices)  # the price of one sample at full batch
+
+    @property
+    def kind(self) -> str:
+        return f"{self.devices[0].platform} ({self.devices[0].device_kind})"
+
+    def _build(self, first: set[int]) -> None:
+        for rung in sorted(self.wanted, reverse=True):
+            if rung in first or not self.programs:  # when the largest was dropped, the next smaller takes its place
+                self.add(rung, self.compile(rung))
+        if not self.programs:
+            raise ValueError(
+                f"Not even a chunk of {self.wanted[0] if self.wanted else 1} rows fits into the memory of {self.kind}. "
+                "Use a smaller model, fewer workers on this host, or smaller samples."
+            )
+        log.info("Ladder for %s: chunks of %s rows.", self.kind, ", ".join(map(str, sorted(self.programs))))
+
+    def compile(self, rung: int) -> dict[jax.Device, Any] | None:
+        """The programs of one rung for all devices, not yet in use; None if they would not fit into memory."""
+        try:
+            with expected():
+                programs = compile_for(self.chunk, self.arguments(rung, None), self.devices, self.donate)
+        except Exception as error:
+            return self._drop(rung, "compiling it ran out of memory", error)
+        need, have = memory.needed(programs[0]), memory.available(self.devices[0])
+        if need is not None and have is not None and need > have:
+            return self._drop(rung, f"it needs {need / 2**30:.2f} GiB and the device has {have / 2**30:.2f} GiB")
+        return dict(zip(self.devices, programs, strict=True))
+
+    def add(self, rung: int, programs: dict[jax.Device, Any] | None) -> None:
+        """Take a compiled rung into use after a trial run, which also gives its price."""
+        if programs is None:
+            return
+        try:
+            seconds = self._trial(programs[self.devices[0]], rung)
+        except Exception as error:
+            self._drop(rung, "a trial run ran out of memory", error)
+            return
+        self.prices[rung] = rung + _CHUNK_COST_IN_ROWS if self.priced_by_rows else seconds
+        self.programs[rung] = programs
+
+    def _trial(self, program: Any, rung: int) -> float:
+        params, model_state, acc, rows, ctl = self.arguments(rung, self.devices[0])
+        seconds: list[float] = []
+        until = time.perf_counter() + _TRIAL_BUDGET
+        while len(seconds) < _TRIALS and (len(seconds) < 3 or time.perf_counter() < until):
+            began = time.perf_counter()
+            acc, mark = program(params, model_state, acc, rows, ctl)
+            mark.block_until_ready()
+            seconds.append(time.perf_counter() - began)
+        return float(np.min(seconds[1:]))
+
+    def _drop(self, rung: int, why: str, error: Exception | None = None) -> None:
+        if error is not None and not _out_of_memory(error):
+            raise error
+        self.wanted.remove(rung)
+        log.warning("A chunk of %d rows is left out of the ladder for %s: %s.", rung, self.kind, why)
+
+    def staircase(self, limit: int, capacity: int, prices: dict[int, float] | None = None) -> Staircase:
+        """Prices of all counts up to `capacity` for a worker whose chunks may have at most `limit` rows."""
+        prices = self.prices if prices is None else prices
+        fits = [rung for rung in prices if rung <= limit] or [min(prices)]
+        return Staircase.from_prices(fits, [prices[rung] for rung in fits], capacity)
+
+    def next_rung(self, counts: Sequence[int], limit: int, capacity: int) -> int | None:
+        """The missing rung that promises to save most at these counts, judged by interpolated prices; None if none does."""
+        have = sorted(self.prices)
+        cost = lambda stairs: sum(float(stairs.price_N[n]) for n in counts)
+        now, best, chosen = cost(self.staircase(limit, capacity)), 1 - _WORTH_COMPILING, None
+        for rung in set(self.wanted) - set(have):
+            guess = float(np.interp(rung, have, [self.prices[r] for r in have]))
+            share = cost(self.staircase(limit, capacity, {**self.prices, rung: guess})) / now if now else 1.0
+            if share < best:
+                best, chosen = share, rung
+        return chosen
+
+
+def _nearest(rungs: Sequence[int], size: float) -> int:
+    return min(rungs, key=lambda rung: abs(rung - size))
+
+
+def _out_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()

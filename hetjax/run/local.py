@@ -1,0 +1,73 @@
+"""The mathematics of the local phase: from a block of rows to sums. All engines use exactly these functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hetjax.run.contract import Example, Objective, example_keys, valid_rows
+from hetjax.run.layout import Layout, Sums
+from hetjax.run.sync_axis import SyncAxis
+
+Tree = Any
+RowSums = Callable[[Tree, Tree, Tree, jax.Array], jax.Array]
+
+
+def _masked_sum(value_b: jax.Array, mask_b: jax.Array, dtype: Any) -> jax.Array:
+    return jnp.sum(jnp.where(mask_b, value_b, 0).astype(dtype))
+
+
+def _scalars(told: Example, mask_b: jax.Array, dtype: Any) -> dict[str, Any]:
+    total = lambda value_b: _masked_sum(value_b, mask_b, dtype)
+    count = jnp.sum(mask_b, dtype=dtype)
+    return {
+        "loss": total(told.loss_b),
+        "weight": count if told.weight_b is None else total(told.weight_b),
+        "count": count,
+        "metrics": {name: total(value_b) for name, value_b in told.metrics.items()},
+    }
+
+
+def train_sums(objective: Objective, layout: Layout) -> RowSums:
+    """(params, model_state, rows, ctl) -> flat sums of gradients, model state, loss, weight, count and metrics.
+
+    The gradient of a sum over the valid rows; division by the global weight happens once, after the reduce.
+    """
+
+    def sums(params: Tree, model_state: Tree, rows: Tree, ctl: jax.Array) -> jax.Array:
+        rows, mask_b = valid_rows(rows, ctl)
+        keys_b = example_keys(ctl, len(mask_b))
+
+        def total_loss(params: Tree) -> tuple[jax.Array, tuple[Example, Tree]]:
+            told, state_sums = objective(params, model_state, rows, keys_b, mask_b)
+            return _masked_sum(told.loss_b, mask_b, layout.dtype), (told, state_sums)
+
+        grads, (told, state_sums) = jax.grad(total_loss, has_aux=True)(params)
+        return layout.pack(Sums(grads, state_sums, **_scalars(told, mask_b, layout.dtype)))
+
+    return sums
+
+
+def eval_sums(objective: Objective, layout: Layout) -> RowSums:
+    """(params, model_state, rows, ctl) -> flat sums of loss, weight, count and metrics; no gradient."""
+
+    def sums(params: Tree, model_state: Tree, rows: Tree, ctl: jax.Array) -> jax.Array:
+        rows, mask_b = valid_rows(rows, ctl)
+        told, _ = objective(params, model_state, rows, example_keys(ctl, len(mask_b)), mask_b)
+        return layout.pack(Sums((), (), **_scalars(told, mask_b, layout.dtype)))
+
+    return sums
+
+
+def layout_of(objective: Objective, params: Tree, model_state: Tree, row: Tree, rows: int, *, train: bool) -> Layout:
+    """The flat layout of a model, from shapes alone. `row` holds the shape and dtype of one sample's arrays."""
+    block = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype), row)
+    keys_b = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
+    mask_b = jax.ShapeDtypeStruct((rows,), jnp.bool_)
+    with SyncAxis.shapes_only():
+        told, state_sums = jax.eval_shape(objective, params, model_state, block, keys_b, mask_b)
+    grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params) if train else ()
+    return Layout.of(grads, state_sums if train else (), tuple(told.metrics))

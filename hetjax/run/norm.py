@@ -1,0 +1,135 @@
+"""Batch normalisation whose result does not depend on how the batch was split.
+
+Statistics are taken over fixed groups of G consecutive samples of the GLOBAL batch (sync='groups'); chunks and slices
+consist of whole groups, so any split gives the same numbers. Only a short last group is masked. sync='exact' takes
+them over all valid samples of all workers, which needs a collective in the forward pass and so the masked engine.
+
+The layers see ONE example; the batch is there through two vmapped axes: the samples of a group, and the groups.
+S. Ioffe, C. Szegedy: Batch Normalization, ICML 2015; groups: "ghost batches" of Hoffer et al., NeurIPS 2017.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen, nnx
+
+from hetjax.run.sync_axis import SyncAxis
+
+SAMPLES, GROUPS = "hetjax_samples", "hetjax_groups"  # names of the vmapped axes
+_VALID: ContextVar[jax.Array | None] = ContextVar("hetjax_valid", default=None)
+
+
+@contextmanager
+def _this_example_is(valid: jax.Array) -> Iterator[None]:
+    token = _VALID.set(valid)
+    try:
+        yield
+    finally:
+        _VALID.reset(token)
+
+
+def over_groups(one: Callable[..., Any], group: int, mask_b: jax.Array, *args_b: Any) -> Any:
+    """`one(*args)` for each example of a batch, with BatchNorm layers inside aware of groups and mask."""
+
+    def example(valid: jax.Array, *args: Any) -> Any:
+        with _this_example_is(valid):
+            return one(*args)
+
+    rows = len(mask_b)
+    if rows % group:
+        raise ValueError(f"A block of {rows} rows does not consist of whole groups of {group}: set quantum={group}.")
+    split = lambda x: x.reshape(rows // group, group, *x.shape[1:])
+    out = jax.vmap(jax.vmap(example, axis_name=SAMPLES), axis_name=GROUPS)(*jax.tree.map(split, (mask_b, *args_b)))
+    return jax.tree.map(lambda x: x.reshape(rows, *x.shape[2:]), out)
+
+
+def batch_statistics(x: jax.Array, sync: str) -> tuple[jax.Array, jax.Array]:
+    """Mean and variance per feature, in float32 or wider, over the valid samples that belong together."""
+    valid = _VALID.get()
+    if valid is None:
+        raise ValueError(
+            "hetjax.BatchNorm was called in training outside of hetjax: its statistics need to know the batch. Use "
+            "from_nnx or from_linen, or set the model to evaluation."
+        )
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    places = tuple(range(x.ndim - 1))
+
+    def mean(values: jax.Array) -> jax.Array:
+        parts = jnp.where(valid, jnp.mean(values, axis=places), 0), valid.astype(x.dtype)
+        total, count = jax.lax.psum(parts, SAMPLES)
+        if sync == "exact":
+            total, count = SyncAxis.current().sum(jax.lax.psum((total, count), GROUPS))
+        return total / jnp.maximum(count, 1)
+
+    centre = mean(x)
+    return centre, mean(jnp.square(x - centre))
+
+
+def _check(sync: str, group: int) -> None:
+    if sync not in ("groups", "exact"):
+        raise ValueError(f"sync must be 'groups' (fixed groups of the global batch) or 'exact', got {sync!r}.")
+    if group < 2:
+        raise ValueError(f"A group of {group} has no statistics: use at least 2 samples, 16 by default.")
+
+
+def _normalise(x: jax.Array, mean: jax.Array, var: jax.Array, scale: Any, bias: Any, epsilon: float, dtype: Any) -> jax.Array:
+    return ((x - mean) * jax.lax.rsqrt(var + epsilon) * scale + bias).astype(dtype or x.dtype)
+
+
+class BatchNorm(nnx.Module):
+    """For Flax NNX. In training `mean` and `var` are set to the batch's statistics; hetjax averages them over the steps."""
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        group: int = 16,
+        sync: str = "groups",
+        epsilon: float = 1e-5,
+        dtype: Any = None,
+        rngs: nnx.Rngs | None = None,
+    ):
+        _check(sync, group)
+        self.group, self.sync, self.epsilon, self.dtype = group, sync, epsilon, dtype
+        self.use_running_average = False
+        self.scale, self.bias = nnx.Param(jnp.ones(features)), nnx.Param(jnp.zeros(features))
+        self.mean, self.var = nnx.BatchStat(jnp.zeros(features)), nnx.BatchStat(jnp.ones(features))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if self.use_running_average:
+            mean, var = self.mean[...], self.var[...]
+        else:
+            mean, var = batch_statistics(x, self.sync)
+            self.mean[...], self.var[...] = mean, var
+        return _normalise(x, mean, var, self.scale[...], self.bias[...], self.epsilon, self.dtype)
+
+
+class LinenBatchNorm(linen.Module):
+    """The same for Flax Linen, with its statistics in the collection `batch_stats`."""
+
+    use_running_average: bool = False
+    group: int = 16
+    sync: str = "groups"
+    epsilon: float = 1e-5
+    dtype: Any = None
+
+    @linen.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        _check(self.sync, self.group)
+        features = (x.shape[-1],)
+        mean = self.variable("batch_stats", "mean", jnp.zeros, features)
+        var = self.variable("batch_stats", "var", jnp.ones, features)
+        scale = self.param("scale", linen.initializers.ones, features)
+        bias = self.param("bias", linen.initializers.zeros, features)
+        if self.use_running_average or self.is_initializing():
+            centre, spread = mean.value, var.value
+        else:
+            centre, spread = batch_statistics(x, self.sync)
+            mean.value, var.value = centre, spread
+        return _normalise(x, centre, spread, scale, bias, self.epsilon, self.dtype)

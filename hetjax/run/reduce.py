@@ -1,0 +1,168 @@
+"""The reduce phase: ONE sum of the flat vector over all workers per step, then the update.
+
+Two transports behind one interface, chosen from the kinds of devices:
+
+    psum  the workers form one mesh: a `shard_map` sums and every worker applies the same update to its own copy.
+    hub   they cannot (unlike GPUs in one process, CPU + GPU): each worker's vector is copied to worker 0's device, added
+          in worker order, the update is applied there and the parameters are copied back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from jax.sharding import SingleDeviceSharding
+
+from hetjax.run.clocks import Lap
+from hetjax.run.compiles import expected
+from hetjax.run.layout import HOST_SLOTS, SLOTS, Layout, Report
+from hetjax.run.update import Finish
+from hetjax.run.workers import AXIS, Workers
+
+Tree = Any
+
+
+def own_slots(seconds: float | None, rows: int, checksum: int, stop: bool, grad_weight: float) -> list[float]:
+    """What the host adds to a worker's vector; the last word scales its gradient sums and is not summed itself."""
+    return [-1.0 if seconds is None else round(seconds * 1e6), rows, checksum, stop, grad_weight]
+
+
+class Reduce(Protocol):
+    """Holds what the devices hold (`core`) and moves it on by one step."""
+
+    core: Any
+
+    def step(self, laps: Sequence[Lap], slots: Sequence[list[float]]) -> None: ...
+
+    def report(self) -> Report: ...
+
+    def per_worker(self) -> list[Tree]: ...
+
+    def on_mesh(self) -> Tree: ...
+
+    def ready(self) -> list[jax.Array]: ...
+
+
+def make_reduce(transport: str, workers: Workers, layout: Layout, finish: Finish, core: Any) -> Psum | Hub:
+    """transport: 'psum', 'hub', or 'auto' (hub only where the workers are of several kinds)."""
+    if transport == "auto":
+        transport = "psum" if len(workers.kinds) == 1 else "hub"
+    if transport == "psum":
+        if len(workers.kinds) > 1:
+            raise ValueError(
+                f"The psum transport needs devices of one kind, but the workers are {', '.join(workers.kinds)}: XLA runs no "
+                "single program over unlike devices. Use transport='hub' (or 'auto')."
+            )
+        return Psum(workers, layout, finish, core)
+    if transport == "hub":
+        if len(workers.local) != len(workers):
+            raise ValueError("The hub transport works within one process. With several processes use transport='psum'.")
+        return Hub(workers, layout, finish, core)
+    raise ValueError(f"Unknown transport {transport!r}: use 'auto', 'psum' or 'hub'.")
+
+
+def _weighted(layout: Layout, flat: jax.Array, grad_weight: jax.Array) -> jax.Array:
+    cut = layout.grad_size
+    return jnp.concatenate([flat[:cut] * grad_weight.astype(flat.dtype), flat[cut:]])
+
+
+def _finish(layout: Layout, finish: Finish, core: Any, total: jax.Array, workers: int) -> tuple[Any, jax.Array]:
+    slots = total[layout.size :].reshape(workers, len(SLOTS))
+    finite = jnp.all(slots[:, SLOTS.index("nonfinite")] == 0)
+    return finish(core, layout.unpack(total[: layout.size]), finite), layout.tail(total)
+
+
+def _private_copy(tree: Tree, place: Any) -> Tree:
+    """Fresh buffers: they are donated from step to step, and the caller's must stay alive."""
+    return jax.tree.map(lambda x: jax.device_put(x, place, may_alias=False), tree)
+
+
+class Psum:
+    name = "psum"
+
+    def __init__(self, workers: Workers, layout: Layout, finish: Finish, core: Any):
+        self.workers, self.layout = workers, layout
+        self.core = _private_copy(core, workers.replicated)
+        self._tail: jax.Array | None = None
+
+        def on_worker(core: Any, flat_1xF: jax.Array, slots_1xH: jax.Array) -> tuple[Any, jax.Array]:
+            flat = _weighted(layout, flat_1xF[0], slots_1xH[0, HOST_SLOTS])
+            own = layout.with_slots(flat, slots_1xH[0, :HOST_SLOTS], jax.lax.axis_index(AXIS), len(workers))
+            return _finish(layout, finish, core, jax.lax.psum(own, AXIS), len(workers))
+
+        program = jax.shard_map(
+            on_worker, mesh=workers.mesh, in_specs=(P(), P(AXIS), P(AXIS)), out_specs=(P(), P()), check_vma=False
+        )
+        spec = lambda width, dtype: jax.ShapeDtypeStruct((len(workers), width), dtype, sharding=workers.sharded)
+        with expected():
+            lowered = jax.jit(program, donate_argnums=0).lower(
+                self.core, spec(layout.size, layout.dtype), spec(HOST_SLOTS + 1, np.float32)
+            )
+            self._run = lowered.compile()
+
+    def step(self, laps: Sequence[Lap], slots: Sequence[list[float]]) -> None:
+        flat = self.workers.stack([lap.flat for lap in laps])
+        self.core, self._tail = self._run(self.core, flat, self.workers.from_host(np.asarray(slots, np.float32)))
+
+    def report(self) -> Report:
+        assert self._tail is not None
+        return Report.read(self.layout, np.asarray(self._tail.addressable_data(0)), len(self.workers))
+
+    def per_worker(self) -> list[Tree]:
+        return self.workers.copies(self.core[:2])
+
+    def on_mesh(self) -> Tree:
+        return self.core[:2]
+
+    def ready(self) -> list[jax.Array]:
+        return self.workers.pieces(jax.tree.leaves(self.core)[0] if self._tail is None else self._tail)
+
+
+class Hub:
+    name = "hub"
+
+    def __init__(self, workers: Workers, layout: Layout, finish: Finish, core: Any):
+        self.workers, self.layout = workers, layout
+        self.lead = workers.devices[0]
+        here = SingleDeviceSharding(self.lead)
+        self.core = _private_copy(core, here)
+        self._tail: jax.Array | None = None
+
+        def on_lead(core: Any, flats: list[jax.Array], slots_WxH: jax.Array) -> tuple[Any, jax.Array]:
+            total = jnp.zeros((), layout.dtype)
+            for i, flat in enumerate(flats):
+                part = _weighted(layout, flat[0], slots_WxH[i, HOST_SLOTS])
+                total = total + layout.with_slots(part, slots_WxH[i, :HOST_SLOTS], i, len(workers))
+            return _finish(layout, finish, core, total, len(workers))
+
+        flats = [jax.ShapeDtypeStruct((1, layout.size), layout.dtype, sharding=here)] * len(workers)
+        slots = jax.ShapeDtypeStruct((len(workers), HOST_SLOTS + 1), np.float32, sharding=here)
+        with expected():
+            self._run = jax.jit(on_lead, donate_argnums=0).lower(self.core, flats, slots).compile()
+        self._spread()
+
+    def step(self, laps: Sequence[Lap], slots: Sequence[list[float]]) -> None:
+        flats = [jax.device_put(lap.flat, self.lead) for lap in laps]
+        self.core, self._tail = self._run(self.core, flats, np.asarray(slots, np.float32))
+        self._spread()
+
+    def _spread(self) -> None:
+        self._views = [jax.device_put(self.core[:2], device) for device in self.workers.devices]
+
+    def report(self) -> Report:
+        assert self._tail is not None
+        return Report.read(self.layout, np.asarray(self._tail), len(self.workers))
+
+    def per_worker(self) -> list[Tree]:
+        return self._views
+
+    def on_mesh(self) -> Tree:
+        return jax.device_put(self.core[:2], self.workers.replicated)
+
+    def ready(self) -> list[jax.Array]:
+        return [jax.tree.leaves(view)[-1] for view in self._views]

@@ -1,0 +1,87 @@
+"""The workers of a run: one per JAX device on the mesh's `data` axis, some of them in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+Tree = Any
+AXIS = "data"
+
+
+def device_kind(device: jax.Device) -> str:
+    return f"{device.platform}:{device.device_kind}"
+
+
+@dataclass(frozen=True)
+class Workers:
+    """All workers in global order. The same list on every process; `local` are the indices of this one's."""
+
+    devices: tuple[jax.Device, ...]
+
+    @classmethod
+    def of(cls, devices: Sequence[jax.Device] | None) -> Workers:
+        chosen = tuple(jax.devices() if devices is None else devices)
+        if not chosen:
+            raise ValueError("No devices were given: pass at least one, or None for all that JAX sees.")
+        if len(set(chosen)) != len(chosen):
+            raise ValueError(f"A device is listed twice in {list(chosen)}: each worker needs a device of its own.")
+        return cls(chosen)
+
+    def __len__(self) -> int:
+        return len(self.devices)
+
+    @cached_property
+    def local(self) -> tuple[int, ...]:
+        return tuple(i for i, d in enumerate(self.devices) if d.process_index == jax.process_index())
+
+    @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(device_kind(d) for d in self.devices))
+
+    @cached_property
+    def kind_W(self) -> np.ndarray:
+        return np.array([self.kinds.index(device_kind(d)) for d in self.devices], np.int64)
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        return Mesh(np.array(self.devices), (AXIS,), axis_types=(AxisType.Auto,))
+
+    @cached_property
+    def sharded(self) -> NamedSharding:
+        """Leading axis split over the workers."""
+        return NamedSharding(self.mesh, PartitionSpec(AXIS))
+
+    @cached_property
+    def replicated(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def stack(self, parts: Sequence[jax.Array]) -> jax.Array:
+        """One global array [workers, ...] from this process's parts [1, ...], each already on its worker's device."""
+        shape = (len(self), *parts[0].shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, self.sharded, list(parts))
+
+    def from_host(self, parts: Sequence[np.ndarray]) -> jax.Array:
+        """The same from one host array [...] per local worker."""
+        if len(self.local) == len(self):
+            return jax.device_put(np.stack(parts), self.sharded)
+        return self.stack([jax.device_put(part[None], self.devices[i]) for part, i in zip(parts, self.local, strict=True)])
+
+    def pieces(self, array: jax.Array) -> list[jax.Array]:
+        """This process's single-device pieces of a sharded or replicated global array, in the order of `local`.
+
+        Taken all at once, because donating one piece deletes the whole array.
+        """
+        return [shard.data for shard in array.addressable_shards]
+
+    def copies(self, tree: Tree) -> list[Tree]:
+        """A replicated tree as one single-device tree per local worker."""
+        leaves, treedef = jax.tree.flatten(tree)
+        pieces = [self.pieces(leaf) for leaf in leaves]
+        return [treedef.unflatten([piece[k] for piece in pieces]) for k in range(len(self.local))]

@@ -1,0 +1,440 @@
+"""The trainer: plan, local, reduce, step after step, with everything the host does hidden behind the devices' work."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from hetjax.data.feed import Feed
+from hetjax.data.memory import MemorySource
+from hetjax.data.source import Source, fetch
+from hetjax.history import History, Record
+from hetjax.plan import controllers
+from hetjax.plan.allocation import solve
+from hetjax.plan.controllers.protocol import Controller, Observation, Plan
+from hetjax.plan.sampler import Sampler, Step
+from hetjax.run.calibrate import time_local_phases
+from hetjax.run.clocks import Clocks, Lap, no_hold
+from hetjax.run.compiles import compiles
+from hetjax.run.contract import Objective
+from hetjax.run.engines import Engine, Program, Rows, choose, make_engine
+from hetjax.run.layout import Layout, Report
+from hetjax.run.local import eval_sums, layout_of, train_sums
+from hetjax.run.reduce import Reduce, make_reduce, own_slots
+from hetjax.run.simulate import Simulation, constant
+from hetjax.run.sync_axis import SyncAxis
+from hetjax.run.update import State, optimiser_step, running_average, unchanged
+from hetjax.run.workers import Workers
+
+log = logging.getLogger("hetjax")
+Tree = Any
+Hook = Callable[[Record, State], None]
+
+_MARGIN_SHARE = 8  # rows are fetched ahead with a margin of an eighth of the batch around a process's slice
+
+
+class NonFiniteError(FloatingPointError):
+    """A loss or gradient was NaN or infinite; the parameters are those before that step."""
+
+
+@dataclass
+class _Session:
+    """Engine and layout compiled for one kind of rows, for training or for evaluation."""
+
+    key: Any
+    engine: Engine
+    clocks: Clocks
+    layout: Layout
+
+    def close(self) -> None:
+        self.engine.close()
+        self.clocks.close()
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A step on its way: what was planned, and with what work and clocks."""
+
+    step: Step
+    plan: Plan
+    work_W: np.ndarray
+    timed: bool
+
+
+class Trainer:
+    """Trains a model data-parallel on workers of unequal and changing speed.
+
+    loss_fn      one loss per example; see `hetjax.run.contract` (with model state: the signature with `state, mask_b`)
+    optimizer    any optax optimiser; clipping inside it sees the gradient of the whole global batch
+    batch_size   samples per step over all workers, constant
+    controller   a name ('balanced', 'equal', 'static', ...) or an object of the `Controller` protocol
+    engine       'auto', 'chunked', 'looped' or 'masked'; transport: 'auto', 'psum' or 'hub'
+    devices      the workers; None for all that JAX sees
+    speeds       None for real speeds; a list of relative speeds, or a `Simulation`, to simulate unlike workers
+    capacity     most samples a worker may get in one step; max_rows: its largest chunk; one number or one per worker
+    quantum      counts are multiples of it (the group size of BatchNorm; taken from loss_fn.quantum where it says)
+    eval_fn      the loss for `evaluate`, if it differs from loss_fn (no dropout, running averages)
+    advance      (model_state, state_sums) -> model_state; default: a running average with momentum 0.9
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        optimizer: optax.GradientTransformation,
+        *,
+        batch_size: int,
+        controller: str | Controller = "balanced",
+        engine: str = "auto",
+        transport: str = "auto",
+        devices: Sequence[jax.Device] | None = None,
+        speeds: Sequence[float] | Simulation | None = None,
+        capacity: int | Sequence[int] | None = None,
+        max_rows: int | Sequence[int] | None = None,
+        quantum: int | None = None,
+        eval_fn: Callable[..., Any] | None = None,
+        advance: Callable[[Tree, Tree], Tree] | None = None,
+        ema_decay: float | None = None,
+        seed: int = 0,
+        on_nonfinite: str = "stop",
+        wait_limit: float = 600.0,
+        complete_ladder: bool = False,
+        rungs: Sequence[int] | None = None,
+    ):
+        if not callable(loss_fn):
+            raise TypeError(f"loss_fn must be a function of (params, batch, keys), got {type(loss_fn).__name__}.")
+        if not isinstance(batch_size, int | np.integer) or batch_size < 1:
+            raise ValueError(f"batch_size is the number of samples per step over all workers, at least 1; got {batch_size!r}.")
+        if on_nonfinite not in ("stop", "skip"):
+            raise ValueError(f"on_nonfinite must be 'stop' or 'skip', got {on_nonfinite!r}.")
+        if ema_decay is not None and not 0 <= ema_decay < 1:
+            raise ValueError(f"ema_decay must be at least 0 and below 1, got {ema_decay}.")
+        self.loss_fn, self.eval_fn, self.optimizer = loss_fn, eval_fn or loss_fn, optimizer
+        self.batch_size, self.seed = int(batch_size), int(seed)
+        self.controller: Controller = controllers.make(controller) if isinstance(controller, str) else controller
+        self.workers = Workers.of(devices)
+        self.engine, self.transport = engine, transport
+        self.quantum = int(quantum or getattr(loss_fn, "quantum", 1))
+        self.advance, self.ema_decay = advance or running_average(), ema_decay
+        self.on_nonfinite, self.wait_limit = on_nonfinite, wait_limit
+        self.simulation = self._simulation(speeds)
+        self._engine_options = {"capacity": capacity, "max_rows": max_rows, "rungs": rungs, "complete": complete_ladder}
+        self._sessions: dict[bool, _Session] = {}
+        self._shares_W = np.ones(len(self.workers))
+        self._stop = False
+
+    def _simulation(self, speeds: Sequence[float] | Simulation | None) -> Simulation | None:
+        if speeds is None or isinstance(speeds, Simulation):
+            simulation = speeds
+        else:
+            simulation = Simulation(constant(speeds))
+        if simulation is not None and (given := len(simulation.trace(0)[0])) != len(self.workers):
+            raise ValueError(f"Speeds were given for {given} workers, but there are {len(self.workers)}: give one speed each.")
+        return simulation
+
+    # -- what a user calls --
+
+    def init(self, params: Tree, model_state: Tree = None) -> State:
+        """The state before the first step. `params` is any tree of arrays; the same values must be given on all hosts."""
+        if not jax.tree.leaves(params):
+            raise ValueError("params holds no arrays: there is nothing to train.")
+        ema = None if self.ema_decay is None else jax.tree.map(lambda p: p, params)
+        return State(params, model_state, jax.jit(self.optimizer.init)(params), ema)
+
+    def fit(
+        self,
+        state: State,
+        source: Source | Mapping[str, np.ndarray],
+        *,
+        epochs: int | None = None,
+        steps: int | None = None,
+        stop_at: int | None = None,
+        hooks: Sequence[Hook] = (),
+    ) -> tuple[State, History]:
+        """Train for so many further epochs or steps, or until the cursor reaches `stop_at` samples.
+
+        Hooks are called with every finished step's record and the state after it, while the next step runs; they must
+        copy what they want to keep of the state, whose buffers are given back at the end of that step.
+        """
+        source = _as_source(source)
+        sampler = Sampler(len(source), self.batch_size, self.seed)
+        end = self._end(state.cursor, sampler, epochs, steps, stop_at)
+        session = self._session(state, source, train=True)
+        stateful = state.model_state is not None
+        finish = optimiser_step(self.optimizer, self.advance if stateful else None, self.ema_decay)
+        reduce = make_reduce(self.transport, self.workers, session.layout, finish, state.core)
+        feed = Feed(source, sampler)
+        history = History(
+            engine=session.engine.name, transport=reduce.name, controller=self.controller.name, workers=len(self.workers)
+        )
+        try:
+            if self.simulation is not None and self.simulation.row_time is None:
+                self._calibrate(session, reduce, sampler, feed, state.cursor)
+            compiled = compiles()
+            ideal_s, samples, done = 0.0, 0, state.step
+            began = last = time.perf_counter()
+            for flight, report in self._steps(session, reduce, sampler, feed, state, end, steps):
+                now = time.perf_counter()
+                done, samples = done + 1, samples + flight.step.batch
+                record = _record(done, flight, report, now - last, now - began, samples)
+                last = now
+                state = State(*reduce.core, step=done, cursor=state.cursor + flight.step.batch)
+                ideal_s += self._ideal_seconds(flight)
+                history.records.append(record)
+                self._check_finite(record)
+                for hook in hooks:
+                    hook(record, state)
+            history.recompiles_after_warmup = compiles() - compiled
+            history.ideal_samples_per_s = samples / ideal_s if ideal_s else _own_rates(history.records)
+            history.data_wait_s = feed.waited
+        finally:
+            feed.close()
+        if self.simulation is not None:
+            history.overruns = self.simulation.overruns
+            if warning := self.simulation.verdict():
+                log.warning(warning)
+        return state, history
+
+    def evaluate(self, state: State, source: Source | Mapping[str, np.ndarray]) -> dict[str, float]:
+        """Mean loss and metrics over every sample of a source, each exactly once, split like the training steps."""
+        source = _as_source(source)
+        sampler = Sampler(len(source), self.batch_size, shuffle=False)
+        session = self._session(state, source, train=False)
+        params = state.params if state.ema is None else state.ema
+        reduce = make_reduce(self.transport, self.workers, session.layout, unchanged, (params, state.model_state))
+        feed = Feed(source, sampler)
+        loss = weight = 0.0
+        metrics: dict[str, float] = {}
+        try:
+            here = State(params, state.model_state, None, None)
+            for _, report in self._steps(session, reduce, sampler, feed, here, len(source), None, train=False):
+                loss, weight = loss + report.loss_sum, weight + report.weight
+                metrics = {name: metrics.get(name, 0.0) + value for name, value in report.metric_sums.items()}
+        finally:
+            feed.close()
+        return {"loss": loss / weight, **{name: value / weight for name, value in metrics.items()}}
+
+    def stop(self) -> None:
+        """Ask for the end: all processes stop after the same step."""
+        self._stop = True
+
+    def close(self) -> None:
+        """End the threads of the engines; compiled programs are dropped."""
+        for session in self._sessions.values():
+            session.close()
+        self._sessions.clear()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- the loop --
+
+    def _steps(
+        self,
+        session: _Session,
+        reduce: Reduce,
+        sampler: Sampler,
+        feed: Feed,
+        state: State,
+        end: int,
+        max_steps: int | None,
+        train: bool = True,
+    ) -> Iterator[tuple[_Flight, Report]]:
+        """One step after the other; yields each finished step while the next one computes.
+
+        While step n computes, the host reads the report of step n-1, lets the controller learn from it, plans step n+1
+        and lays out its rows.
+        """
+        engine, cursor, left = session.engine, state.cursor, max_steps
+        self._stop = False
+        flying: _Flight | None = None
+        flight, packed = self._plan(session, sampler, feed, cursor, train)
+        while True:
+            if train:
+                disturbed = engine.grow(flight.plan.counts_W)
+                flight = _Flight(flight.step, flight.plan, flight.work_W, timed=not disturbed)
+            if self.simulation is not None:
+                self.simulation.step = state.step
+            futures = engine.start(reduce, packed)
+            more = False
+            try:
+                if flying is not None:
+                    yield flying, (report := self._learn(flying, reduce, train, state.step - 1))
+                    if report.stop:
+                        left = 1
+                cursor += flight.step.batch
+                left = None if left is None else left - 1
+                more = cursor < end and left != 0
+                if more:
+                    following, packed = self._plan(session, sampler, feed, cursor, train)
+            finally:
+                laps = session.clocks.wait(futures)
+            reduce.step(laps, self._slots(flight, laps))
+            flying, state = flight, State(*state.core, step=state.step + 1, cursor=cursor)
+            if not more:
+                break
+            flight = following
+        yield flying, self._learn(flying, reduce, train, state.step - 1)
+
+    def _plan(self, session: _Session, sampler: Sampler, feed: Feed, cursor: int, train: bool) -> tuple[_Flight, Any]:
+        """Counts for the step at the cursor, and its rows laid out; the rows of the step after it are sent for."""
+        step, limits = sampler.step(cursor), session.engine.limits()
+        if train:
+            plan = self.controller.plan(step.batch, limits, step.epoch)
+            self._shares_W = np.maximum(plan.counts_W, 1e-3)
+        else:
+            plan = Plan(solve(np.zeros(limits.workers), 1 / self._shares_W, limits, step.batch).counts_W)
+        rows = Rows(*feed.take(step.epoch, *self._span(plan, step)))
+        packed = session.engine.pack(rows, step, plan.counts_W, self.seed)
+        following = sampler.step(cursor + step.batch)
+        feed.prepare(following.epoch, *self._span(plan, following, margin=self.batch_size // _MARGIN_SHARE))
+        return _Flight(step, plan, limits.work(plan.counts_W), timed=True), packed
+
+    def _span(self, plan: Plan, step: Step, margin: int = 0) -> tuple[int, int]:
+        """Positions of an epoch that this process computes under a plan, with a margin, within the step."""
+        if len(self.workers.local) == len(self.workers):
+            return step.start, step.stop
+        bounds_W1 = step.start + plan.bounds_W1
+        first, last = self.workers.local[0], self.workers.local[-1]
+        return max(step.start, int(bounds_W1[first]) - margin), min(step.stop, int(bounds_W1[last + 1]) + margin)
+
+    def _learn(self, flight: _Flight, reduce: Reduce, train: bool, step: int) -> Report:
+        """Read a step's report and let the controller see its timings."""
+        report = reduce.report()
+        if (report.checksums_W != flight.plan.checksum).any():
+            odd = np.flatnonzero(report.checksums_W != flight.plan.checksum).tolist()
+            raise RuntimeError(
+                f"Workers {odd} used another plan than this process in step {step}: the processes no longer agree. Check "
+                "that all run the same code, data and configuration, and start again from the last checkpoint."
+            )
+        if train:
+            times_W = np.where(flight.plan.counts_W > 0, report.times_W, np.nan)
+            self.controller.observe(
+                Observation(flight.plan.counts_W, flight.work_W, np.round(times_W, 6), flight.step.epoch, step)
+            )
+        return report
+
+    def _slots(self, flight: _Flight, laps: Sequence[Lap]) -> list[list[float]]:
+        plan = flight.plan
+        return [
+            own_slots(
+                lap.seconds if flight.timed and plan.counts_W[i] > 0 else None,
+                lap.rows,
+                plan.checksum,
+                self._stop,
+                1.0 if plan.weights_W is None else float(plan.weights_W[i]),
+            )
+            for i, lap in zip(self.workers.local, laps, strict=True)
+        ]
+
+    # -- setting up --
+
+    def _end(self, cursor: int, sampler: Sampler, epochs: int | None, steps: int | None, stop_at: int | None) -> int:
+        given = {name: n for name, n in {"epochs": epochs, "steps": steps, "stop_at": stop_at}.items() if n is not None}
+        if len(given) != 1 or next(iter(given.values())) < 1:
+            raise ValueError(f"Say how long to train with exactly one of epochs, steps or stop_at, at least 1; got {given or 'none'}.")
+        if stop_at is not None:
+            if stop_at <= cursor:
+                raise ValueError(f"Nothing left to train: the cursor is at {cursor} samples and stop_at is {stop_at}.")
+            return stop_at
+        return cursor + sampler.size * (epochs if epochs is not None else steps or 0)
+
+    def _session(self, state: State, source: Source, *, train: bool) -> _Session:
+        """Compile for the rows of this source, once; a second call with rows of the same shape compiles nothing."""
+        shape = lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype))
+        sample = fetch(source, np.zeros(1, np.int64))
+        row = jax.tree.map(lambda x: shape(x[0]), sample)
+        params, model_state = jax.tree.map(shape, (state.params, state.model_state))
+        key = str((row, params, model_state))
+        if (known := self._sessions.get(train)) is not None:
+            if known.key == key:
+                return known
+            known.close()
+        stateful = state.model_state is not None
+        objective = Objective(self.loss_fn if train else self.eval_fn, stateful)
+        axis = SyncAxis(None)
+        with axis.allowed():
+            layout = layout_of(objective, params, model_state, row, max(self.quantum, 2), train=train)
+        name, why = choose(self.engine, self.workers, axis.used)
+        if axis.used and train and self.controller.name not in ("equal", "static"):
+            raise ValueError(
+                f"Exactly synchronised statistics make workers wait for each other inside the local phase, so their times "
+                f"say nothing about their speeds: controller {self.controller.name!r} cannot work. Use 'equal' or 'static'."
+            )
+        if train:
+            log.info("Engine %s: %s.", name, why)
+        hold = self.simulation.hold if self.simulation is not None and train else no_hold
+        clocks = Clocks(self.workers, hold, self.wait_limit)
+        program = Program((train_sums if train else eval_sums)(objective, layout), layout.size, layout.dtype, params, model_state, row)
+        options = dict(self._engine_options)
+        if name != "chunked":
+            options = {"capacity": options["capacity"]}
+        else:
+            options["priced_by_rows"] = self.simulation is not None and train
+        engine = make_engine(name, program, self.workers, clocks, batch=self.batch_size, quantum=self.quantum, **options)
+        self._sessions[train] = _Session(key, engine, clocks, layout)
+        return self._sessions[train]
+
+    def _calibrate(self, session: _Session, reduce: Reduce, sampler: Sampler, feed: Feed, cursor: int) -> None:
+        """Fix the simulated row time from equal phases of all workers at once."""
+        assert self.simulation is not None
+        step, limits = sampler.step(cursor), session.engine.limits()
+        counts_W = solve(np.zeros(limits.workers), np.ones(limits.workers), limits, step.batch).counts_W
+        packed = session.engine.pack(Rows(*feed.take(step.epoch, step.start, step.stop)), step, counts_W, self.seed)
+        self.simulation.calibrate(*time_local_phases(session.engine, session.clocks, reduce, packed))
+
+    def _ideal_seconds(self, flight: _Flight) -> float:
+        return flight.step.batch / self.simulation.ideal() if self.simulation is not None else 0.0
+
+    def _check_finite(self, record: Record) -> None:
+        if not record.nonfinite:
+            return
+        who = ", ".join(map(str, record.nonfinite))
+        said = f"Step {record.step}: the loss or gradient of worker {who} was NaN or infinite; its update was left out"
+        if self.on_nonfinite == "stop":
+            raise NonFiniteError(f"{said}. Lower the learning rate, look at the data, or go on with on_nonfinite='skip'.")
+        log.warning("%s.", said)
+
+
+def _as_source(source: Source | Mapping[str, np.ndarray]) -> Source:
+    source = MemorySource(source) if isinstance(source, Mapping) else source
+    if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
+        raise TypeError(f"A source needs __len__ and __getitem__ (or is a dict of arrays); got {type(source).__name__}.")
+    return source
+
+
+def _record(step: int, flight: _Flight, report: Report, step_time: float, seconds: float, samples: int) -> Record:
+    return Record(
+        step=step,
+        epoch=flight.step.epoch,
+        loss=report.loss,
+        metrics=report.metrics,
+        counts_W=flight.plan.counts_W,
+        rows_W=report.rows_W,
+        times_W=report.times_W,
+        step_time=step_time,
+        seconds=seconds,
+        samples=samples,
+        changed=flight.plan.changed,
+        reason=flight.plan.reason,
+        nonfinite=tuple(int(i) for i in np.flatnonzero(report.nonfinite_W)),
+    )
+
+
+def _own_rates(records: Sequence[Record]) -> float | None:
+    """The ideal with real speeds: each worker's samples over its own local seconds, added up."""
+    counts, times = np.array([r.counts_W for r in records], float), np.array([r.times_W for r in records])
+    counts = np.where(np.isnan(times), 0, counts)
+    seconds_W = np.nansum(times, axis=0)
+    rate_W = np.divide(counts.sum(axis=0), seconds_W, out=np.zeros_like(seconds_W), where=seconds_W > 0)
+    return float(rate_W.sum()) or None
