@@ -32,13 +32,15 @@ def solve(
     limits: Limits,
     batch: int,
     current_W: np.ndarray | None = None,
+    bound_tolerance: float = 1e-4,
 ) -> Allocation:
     """Minimise max_i t_i(n_i) subject to sum_i n_i = batch, minimum_i <= n_i <= capacity_i and the quantum.
 
     Counts are multiples of the quantum, except that the last worker with samples takes the remainder of the batch.
     The time is exactly optimal. Among allocations of that time the total time is made small greedily: surplus samples
     are taken where they save most per sample (this is exact when every t_i is convex); equal savings are taken from
-    the worker that has most more than in `current_W`, then from the higher index.
+    a worker that has more than in `current_W`, then from the higher index. `bound_tolerance` is how closely, relative,
+    the lower bound is worked out; a large one saves time and changes nothing else.
     """
     startup_W, per_work_W = np.asarray(startup_W, np.float64), np.asarray(per_work_W, np.float64)
     _check_costs(startup_W, per_work_W, limits)
@@ -61,8 +63,8 @@ def solve(
     if remainder == 0:
         if np.any(grid.low_W > grid.cap_W) or not grid.low_W.sum() <= units <= grid.cap_W.sum():
             raise _unreachable(batch, limits)
-        return grid.allocate(units, limits.quantum, 0, 0, current_W)
-    return _with_remainder(grid, limits, batch, current_W)
+        return grid.allocate(units, limits.quantum, 0, 0, current_W, bound_tolerance)
+    return _with_remainder(grid, limits, batch, current_W, bound_tolerance)
 
 
 def solve_affine(
@@ -194,7 +196,7 @@ class _Grid:
         active_W = open_W & (time >= here_W)
         return float(units_W.sum()), float((np.where(active_W, width_W, 0) / step_W).sum())
 
-    def relax(self, units: int, floor: float) -> tuple[float, np.ndarray]:
+    def relax(self, units: int, floor: float, tolerance: float) -> tuple[float, np.ndarray]:
         """A time, no less than `floor`, at which even real-valued counts just reach no more than `units`."""
         last_W = self.size_W - 1
         top_W = self.top_L[self.base_W + last_W]
@@ -222,7 +224,7 @@ class _Grid:
                 newton = 0.5 * (below + above)  # a staircase may hold Newton up: halve every third time
             elif not below < newton < above:
                 newton = 2.0 * max(time, float(self.startup_W.max()), 1e-9)
-            if not below < newton < above or above - below <= 1e-4 * below:
+            if not below < newton < above or above - below <= tolerance * below:
                 break
             time = newton
         return below, below_W
@@ -310,9 +312,11 @@ class _Grid:
             surplus -= int(taken_W.sum())
         return units_W, level_W
 
-    def allocate(self, units: int, quantum: int, remainder: int, taker: int, current_W: np.ndarray) -> Allocation:
+    def allocate(
+        self, units: int, quantum: int, remainder: int, taker: int, current_W: np.ndarray, tolerance: float
+    ) -> Allocation:
         """Optimal counts for `units` units, worker `taker` having the remainder on top; feasibility is known."""
-        bound, level_W = self.relax(units, self.floor())
+        bound, level_W = self.relax(units, self.floor(), tolerance)
         level_W = self.select(units, bound, level_W)
         units_W = self.top(level_W)
         if np.any(units_W < self.top_L[self.base_W + level_W]):
@@ -326,7 +330,7 @@ class _Grid:
         return Allocation(counts_W, time, min(bound, time))
 
 
-def _with_remainder(grid: _Grid, limits: Limits, batch: int, current_W: np.ndarray) -> Allocation:
+def _with_remainder(grid: _Grid, limits: Limits, batch: int, current_W: np.ndarray, tolerance: float) -> Allocation:
     """Try takers of the remainder, each faster than the one before, until none is left.
 
     When worker L takes it, those after L have nothing and L's counts are remainder + m quantum. Whether some L does
@@ -366,7 +370,7 @@ def _with_remainder(grid: _Grid, limits: Limits, batch: int, current_W: np.ndarr
     while np.max(spare_W) >= 0:
         # First the last worker possible, then whoever has most to spare below the time reached so far.
         last = int(np.flatnonzero(spare_W >= 0)[-1]) if best is None else int(np.argmax(spare_W))
-        best = _taking(grid, taker, last).allocate(units, limits.quantum, remainder, last, current_W)
+        best = _taking(grid, taker, last).allocate(units, limits.quantum, remainder, last, current_W, tolerance)
         if best.time == 0:
             break
         spare_W = surplus_of(float(np.nextafter(best.time, 0.0)))
@@ -374,7 +378,7 @@ def _with_remainder(grid: _Grid, limits: Limits, batch: int, current_W: np.ndarr
         raise _unreachable(batch, limits)
     # The bound of one taker says nothing about another: drop the remainder, which makes every choice cheaper.
     free = replace(grid, low_W=limits.minimum_W // limits.quantum)
-    bound = free.relax(units, free.floor())[0] if units else 0.0
+    bound = free.relax(units, free.floor(), tolerance)[0] if units else 0.0
     return replace(best, lower_bound=min(bound, best.time))
 
 

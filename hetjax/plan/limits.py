@@ -100,6 +100,14 @@ class Limits:
         """The levels of the staircases at multiples of the quantum."""
         return Levels.of(self.stairs, 0, self.quantum)
 
+    @cached_property
+    def least_W(self) -> np.ndarray:
+        """The least work per sample that a worker can reach: min over n of stairs[n] / n."""
+        least_K = [
+            float(np.min(stair[1:] / np.arange(1, len(stair)))) if len(stair) > 1 else 0.0 for stair in self.stairs
+        ]
+        return np.array(least_K)[self.kind_W]
+
     def work(self, counts_W: np.ndarray) -> np.ndarray:
         """The work of each worker at these counts: stairs[kind][count]."""
         if len(self.stairs) == 1:

@@ -1,1 +1,22 @@
-"""Controllers: from timings to counts."""
+"""The controllers, and `make` to pick one by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hetjax.plan.controllers.balanced import Balanced
+from hetjax.plan.controllers.equal import Equal
+from hetjax.plan.controllers.protocol import Controller, Observation, Plan
+from hetjax.plan.controllers.static import Static
+
+REGISTRY: dict[str, type] = {law.name: law for law in (Balanced, Equal, Static)}
+
+
+def make(name: str, **options: Any) -> Controller:
+    """The controller of this name, with its own options."""
+    if name not in REGISTRY:
+        raise ValueError(f"There is no controller {name!r}; choose one of {', '.join(sorted(REGISTRY))}.")
+    return REGISTRY[name](**options)
+
+
+__all__ = ["REGISTRY", "Balanced", "Controller", "Equal", "Observation", "Plan", "Static", "make"]

@@ -1,0 +1,223 @@
+"""What each worker costs, learned while it works: t = startup + per_work x, for x the work of its samples.
+
+Bayesian recursive least squares on h = (1, x) per worker, all workers at once. Notation: theta = (startup, per_work),
+P its covariance, s = sigma (startup + per_work x) the sd of one timing, sigma the relative noise shared by all workers.
+
+    innovation  e = t - h theta,  S = h P h' + s^2,  z = e / sqrt S, clipped at 3
+    update      theta += P h' z / sqrt S,  P -= P h' h P / S
+    forgetting  P += q^2 theta theta'
+
+Forgetting acts along theta only: a worker may become faster or slower as a whole, while a constant x leaves the split
+between startup and per_work as it was (forgetting all of P would wind that split up without bound).
+
+Two tests stand beside the filter. Jump: a timing far outside the noise rescales its worker at once; the model before
+it is kept and comes back if the next timing fits it better. Change point: the sum of the last z over windows of 2 to 64
+steps; a likelihood ratio above 12 + ln N rescales the worker by the mean of that window.
+
+Only float64 + - * / sqrt and comparisons are used, so that unlike hosts agree to the bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hetjax.plan.logarithm import ln
+
+FIRST_NOISE = 0.12  # relative sd of a timing before any was seen, worth FIRST_WEIGHT timings
+FIRST_WEIGHT = 8.0
+STARTUP_SHARE, STARTUP_SD = 0.05, 0.3  # of the first time
+DRIFT = 0.0005  # relative change of a worker's speed per step that is always expected
+CLIP = 3.0
+JUMP_Z, JUMP_RATIO = 6.0, 0.2
+CHANGE_LIMIT, CHANGE_CLIP, CHANGE_SCALES = 12.0, 4.0, 6
+NOISE_MEMORY = 400.0  # steps
+
+
+class CostModel:
+    """Startup and cost per work of every worker with their uncertainty, updated once a step."""
+
+    saved = (
+        "startup_W", "per_work_W", "var_ss_W", "var_sp_W", "var_pp_W", "seen_W", "noise", "weight",
+        "doubt_W", "kept_5xW", "sums_2xSxW", "clock", "age_W",
+    )  # fmt: skip
+
+    def __init__(self, workers: int) -> None:
+        zero_W = np.zeros(workers)
+        self.startup_W, self.per_work_W = zero_W, zero_W
+        self.var_ss_W, self.var_sp_W, self.var_pp_W = zero_W, zero_W, zero_W
+        self.seen_W = np.zeros(workers, np.int64)
+        self.noise, self.weight = FIRST_NOISE, FIRST_WEIGHT
+        self.doubt_W = np.zeros(workers, bool)  # rescaled by the last timing, the model before is kept
+        self.kept_5xW = np.zeros((5, workers))
+        self.sums_2xSxW = np.zeros((2, CHANGE_SCALES, workers))  # sums of z: last full block, block now filling
+        self.clock = 0
+        self.age_W = np.zeros(workers, np.int64)
+        self.limit = CHANGE_LIMIT + ln(max(workers, 1))
+
+    @property
+    def known(self) -> bool:
+        return bool(self.seen_W.any())
+
+    def costs(self) -> tuple[np.ndarray, np.ndarray]:
+        """(startup_W, per_work_W); a worker never timed counts as the mean of the others."""
+        known_W = self.seen_W > 0
+        if known_W.all():
+            return self.startup_W, self.per_work_W
+        number = max(int(known_W.sum()), 1)
+        startup = float(self.startup_W[known_W].sum()) / number
+        per_work = float(self.per_work_W[known_W].sum()) / number
+        return np.where(known_W, self.startup_W, startup), np.where(known_W, self.per_work_W, per_work)
+
+    def relative_sd(self, work_W: np.ndarray) -> np.ndarray:
+        """Posterior sd of the expected time at this work, relative to it; 1 where nothing is known."""
+        time_W = self.startup_W + self.per_work_W * work_W
+        var_W = self.var_ss_W + work_W * (2.0 * self.var_sp_W + work_W * self.var_pp_W)
+        known_W = (self.seen_W > 0) & (time_W > 0)
+        return np.where(known_W, np.sqrt(np.maximum(var_W, 0.0)) / np.where(known_W, time_W, 1.0), 1.0)
+
+    def observe(self, work_W: np.ndarray, times_W: np.ndarray, valid_W: np.ndarray) -> None:
+        """Learn the times of one step. Entries outside `valid_W` are not looked at."""
+        valid_W = valid_W & (work_W > 0)
+        first_W = valid_W & (self.seen_W == 0)
+        later_W = valid_W & ~first_W
+        times_W = np.where(valid_W, times_W, 1.0)
+        work_W = np.where(valid_W, work_W, 1.0)
+        if later_W.any():
+            self._learn(work_W, times_W, later_W)
+        if first_W.any():
+            self._begin(work_W, times_W, first_W)
+        self.seen_W = self.seen_W + valid_W
+
+    def _begin(self, x_W: np.ndarray, t_W: np.ndarray, first_W: np.ndarray) -> None:
+        """startup = 0.05 t (sd 0.3 t) and startup + per_work x = t (sd sigma t), independent."""
+        own_W = STARTUP_SD * STARTUP_SD * t_W * t_W
+        self.startup_W = np.where(first_W, STARTUP_SHARE * t_W, self.startup_W)
+        self.per_work_W = np.where(first_W, (1.0 - STARTUP_SHARE) * t_W / x_W, self.per_work_W)
+        self.var_ss_W = np.where(first_W, own_W, self.var_ss_W)
+        self.var_sp_W = np.where(first_W, -own_W / x_W, self.var_sp_W)
+        self.var_pp_W = np.where(first_W, (own_W + self.noise * self.noise * t_W * t_W) / (x_W * x_W), self.var_pp_W)
+
+    def _learn(self, x_W: np.ndarray, t_W: np.ndarray, on_W: np.ndarray) -> None:
+        if self.doubt_W.any():
+            self._settle_doubts(x_W, t_W, on_W)
+        self._forget(on_W)
+        time_W = np.where(on_W, self.startup_W + self.per_work_W * x_W, 1.0)
+        gain_s_W = self.var_ss_W + x_W * self.var_sp_W  # P h'
+        gain_p_W = self.var_sp_W + x_W * self.var_pp_W
+        spread_W = gain_s_W + x_W * gain_p_W  # h P h'
+        total_W = spread_W + self.noise * self.noise * time_W * time_W
+        total_W = np.where(on_W, total_W, 1.0)
+        sd_W = np.sqrt(total_W)
+        z_W = np.where(on_W, (t_W - time_W) / sd_W, 0.0)
+        ratio_W = t_W / time_W
+        off_W = (ratio_W > 1.0 + JUMP_RATIO) | (ratio_W < 1.0 / (1.0 + JUMP_RATIO))
+        jump_W = on_W & (np.abs(z_W) > JUMP_Z) & off_W
+        learn_W = on_W & ~jump_W
+        step_W = np.where(learn_W, np.clip(z_W, -CLIP, CLIP) / sd_W, 0.0)
+        self.startup_W = self.startup_W + gain_s_W * step_W
+        self.per_work_W = self.per_work_W + gain_p_W * step_W
+        shrink_W = np.where(learn_W, 1.0 / total_W, 0.0)
+        self.var_ss_W = self.var_ss_W - gain_s_W * gain_s_W * shrink_W
+        self.var_sp_W = self.var_sp_W - gain_s_W * gain_p_W * shrink_W
+        self.var_pp_W = self.var_pp_W - gain_p_W * gain_p_W * shrink_W
+        self._keep_positive(x_W, learn_W)
+        self._learn_noise(z_W, learn_W, total_W, time_W)
+        if jump_W.any():
+            self._jump(jump_W, ratio_W)
+        mild_W = np.where(learn_W, np.clip(z_W, -CHANGE_CLIP, CHANGE_CLIP), 0.0)
+        self._change_point(mild_W, sd_W / time_W, learn_W, jump_W)
+
+    def _forget(self, on_W: np.ndarray, drift: float | np.ndarray = DRIFT) -> None:
+        square_W = np.where(on_W, drift * drift, 0.0)
+        self.var_ss_W = self.var_ss_W + square_W * self.startup_W * self.startup_W
+        self.var_sp_W = self.var_sp_W + square_W * self.startup_W * self.per_work_W
+        self.var_pp_W = self.var_pp_W + square_W * self.per_work_W * self.per_work_W
+
+    def _keep_positive(self, x_W: np.ndarray, on_W: np.ndarray) -> None:
+        """No negative startup, and always some cost per work: move the excess from the one to the other."""
+        time_W = self.startup_W + self.per_work_W * x_W
+        least_W = 0.02 * np.abs(time_W) / x_W
+        startup_W = np.where(on_W, np.maximum(self.startup_W, 0.0), self.startup_W)
+        per_work_W = np.where(on_W & (startup_W != self.startup_W), time_W / x_W, self.per_work_W)
+        low_W = on_W & (per_work_W < least_W)
+        self.per_work_W = np.where(low_W, least_W, per_work_W)
+        self.startup_W = np.where(low_W, 0.98 * np.abs(time_W), startup_W)
+
+    def _learn_noise(self, z_W: np.ndarray, on_W: np.ndarray, total_W: np.ndarray, time_W: np.ndarray) -> None:
+        """sigma^2 follows e^2 / time^2 less what the posterior explains, each worker clipped at 3 sd."""
+        number = int(on_W.sum())
+        if number == 0:
+            return
+        square_W = np.minimum(z_W * z_W, CLIP * CLIP)
+        # Of the innovation's variance S, the noise is the part s^2; it gets that part of the surprise.
+        part_W = np.where(on_W, self.noise * self.noise * time_W * time_W / total_W, 0.0)
+        surprise = float((part_W * (square_W - 1.0)).sum()) / number
+        self.weight = min(self.weight + number, NOISE_MEMORY * number)
+        variance = self.noise * self.noise * (1.0 + surprise * number / self.weight)
+        self.noise = float(np.sqrt(max(variance, 1e-8)))
+
+    def _jump(self, jump_W: np.ndarray, ratio_W: np.ndarray) -> None:
+        now_5xW = np.stack([self.startup_W, self.per_work_W, self.var_ss_W, self.var_sp_W, self.var_pp_W])
+        self.kept_5xW = np.where(jump_W, now_5xW, self.kept_5xW)
+        self.doubt_W = self.doubt_W | jump_W
+        self._rescale(jump_W, ratio_W, self.noise)
+
+    def _rescale(self, who_W: np.ndarray, ratio_W: np.ndarray, sd: float | np.ndarray) -> None:
+        """theta *= ratio, and the new scale is known to a relative sd."""
+        ratio_W = np.where(who_W, ratio_W, 1.0)
+        self.startup_W, self.per_work_W = self.startup_W * ratio_W, self.per_work_W * ratio_W
+        square_W = ratio_W * ratio_W
+        self.var_ss_W, self.var_sp_W = self.var_ss_W * square_W, self.var_sp_W * square_W
+        self.var_pp_W = self.var_pp_W * square_W
+        self._forget(who_W, sd)
+
+    def _settle_doubts(self, x_W: np.ndarray, t_W: np.ndarray, on_W: np.ndarray) -> None:
+        """Take a jump back where this timing fits the model before it better."""
+        asked_W = self.doubt_W & on_W
+        now_W = self.startup_W + self.per_work_W * x_W
+        before_W = self.kept_5xW[0] + self.kept_5xW[1] * x_W
+        # Relative distances: t / now against t / before, whichever is closer to 1 as a ratio.
+        far_now_W = np.maximum(t_W, now_W) * np.minimum(t_W, before_W)
+        far_before_W = np.maximum(t_W, before_W) * np.minimum(t_W, now_W)
+        back_W = asked_W & (far_before_W < far_now_W)
+        names = ("startup_W", "per_work_W", "var_ss_W", "var_sp_W", "var_pp_W")
+        for name, kept_W in zip(names, self.kept_5xW, strict=True):
+            setattr(self, name, np.where(back_W, kept_W, getattr(self, name)))
+        self.doubt_W = self.doubt_W & ~asked_W
+
+    def _change_point(self, z_W: np.ndarray, relative_W: np.ndarray, on_W: np.ndarray, reset_W: np.ndarray) -> None:
+        """Window sums of z on dyadic scales: the last s + 1 .. 2 s steps for s = 1, 2, 4, ..., 32."""
+        self.clock += 1
+        self.age_W = np.where(reset_W, 0, self.age_W + on_W)
+        sums_2xSxW = np.where(reset_W, 0.0, self.sums_2xSxW)
+        sums_2xSxW[1] += z_W
+        best_W, shift_W, length_best_W = np.zeros(len(z_W)), np.zeros(len(z_W)), np.ones(len(z_W))
+        for k in range(CHANGE_SCALES):
+            scale = 1 << k
+            length_W = np.maximum(np.minimum(self.age_W, scale + 1 + (self.clock - 1) % scale), 1)
+            sum_W = sums_2xSxW[0, k] + sums_2xSxW[1, k]
+            ratio_W = np.where(length_W >= 2, sum_W * sum_W / (2.0 * length_W), 0.0)
+            better_W = ratio_W > best_W
+            best_W = np.where(better_W, ratio_W, best_W)
+            shift_W = np.where(better_W, sum_W / length_W, shift_W)
+            length_best_W = np.where(better_W, length_W, length_best_W)
+            if self.clock % scale == 0:
+                sums_2xSxW[0, k] = sums_2xSxW[1, k]
+                sums_2xSxW[1, k] = 0.0
+        changed_W = on_W & (best_W > self.limit)
+        if changed_W.any():
+            self._rescale(changed_W, np.maximum(1.0 + shift_W * relative_W, 0.1), self.noise / np.sqrt(length_best_W))
+            sums_2xSxW = np.where(changed_W, 0.0, sums_2xSxW)
+            self.age_W = np.where(changed_W, 0, self.age_W)
+        self.sums_2xSxW = sums_2xSxW
+
+    def state_dict(self) -> dict[str, Any]:
+        plain = lambda v: v.tolist() if isinstance(v, np.ndarray) else v
+        return {name: plain(getattr(self, name)) for name in self.saved}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in self.saved:
+            value = state[name]
+            setattr(self, name, np.array(value) if isinstance(value, list) else value)

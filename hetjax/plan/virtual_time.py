@@ -1,0 +1,93 @@
+"""Virtual time: run a controller against workers whose true cost follows a trace. No sleeping, no devices.
+
+In step k worker i needs (startup_k,i + per_work_k,i x_i) eps_k,i for work x_i > 0, with eps log-normal noise of mean 1
+times the spikes of the trace; the step lasts as long as its slowest worker. The controller sees these times only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hetjax.plan.allocation import solve
+from hetjax.plan.controllers.protocol import Controller, Observation
+from hetjax.plan.limits import Limits
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The true mean costs of every step, and the noise on top of them."""
+
+    name: str
+    batch: int
+    startup_TxW: np.ndarray  # seconds; a trace of one row is constant
+    per_work_TxW: np.ndarray
+    steps: int
+    noise: float  # sd of ln eps
+    limits: Limits
+    spike_TxW: np.ndarray | None = None  # factors nobody can foresee
+    epoch_steps: int = 20
+
+    @property
+    def workers(self) -> int:
+        return self.limits.workers
+
+    def costs(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        row = min(step, len(self.startup_TxW) - 1)
+        return self.startup_TxW[row], self.per_work_TxW[row]
+
+    def mean_times(self, step: int, counts_W: np.ndarray) -> np.ndarray:
+        startup_W, per_work_W = self.costs(step)
+        return np.where(counts_W > 0, startup_W + per_work_W * self.limits.work(counts_W), 0.0)
+
+    def draw(self, seed: int) -> np.ndarray:
+        """eps of every step and worker: the same for all controllers."""
+        normal_TxW = np.random.default_rng(seed).standard_normal((self.steps, self.workers))
+        eps_TxW = np.exp(self.noise * normal_TxW - 0.5 * self.noise * self.noise)
+        return eps_TxW if self.spike_TxW is None else eps_TxW * self.spike_TxW
+
+
+@dataclass(frozen=True)
+class Run:
+    """What happened: the time of every step, without its noise too, and when the plan changed."""
+
+    times_T: np.ndarray
+    mean_times_T: np.ndarray
+    changed_T: np.ndarray
+    counts_TxW: np.ndarray
+
+
+def simulate(controller: Controller, trace: Trace, eps_TxW: np.ndarray, delay: int) -> Run:
+    """Run the trace. `delay` = steps between a timing and the first plan that can use it; the trainer's is 1."""
+    steps, limits = trace.steps, trace.limits
+    times_T, mean_times_T, changed_T = np.zeros(steps), np.zeros(steps), np.zeros(steps, bool)
+    counts_TxW = np.zeros((steps, trace.workers), np.int64)
+    waiting: list[Observation] = []
+    for step in range(steps):
+        epoch = step // trace.epoch_steps
+        counts_W = controller.plan(trace.batch, limits, epoch).counts_W
+        mean_W = trace.mean_times(step, counts_W)
+        times_W = np.round(mean_W * eps_TxW[step], 6)
+        times_T[step], mean_times_T[step] = times_W.max(), mean_W.max()
+        counts_TxW[step] = counts_W
+        changed_T[step] = step > 0 and bool(np.any(counts_W != counts_TxW[step - 1]))
+        waiting.append(Observation(counts_W, limits.work(counts_W), times_W, epoch, step))
+        if len(waiting) > delay:
+            controller.observe(waiting.pop(0))
+    return Run(times_T, mean_times_T, changed_T, counts_TxW)
+
+
+def best_times(trace: Trace, late: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """The oracle's counts for every step, `late` steps behind the truth, and the mean time they take."""
+    counts_TxW = np.zeros((trace.steps, trace.workers), np.int64)
+    time_T = np.zeros(trace.steps)
+    known: tuple[np.ndarray, np.ndarray] | None = None
+    counts_W: np.ndarray | None = None
+    for step in range(trace.steps):
+        costs = trace.costs(max(step - late, 0))
+        if known is None or any(not np.array_equal(a, b) for a, b in zip(known, costs, strict=True)):
+            known, counts_W = costs, solve(*costs, trace.limits, trace.batch, counts_W).counts_W
+        assert counts_W is not None
+        counts_TxW[step], time_T[step] = counts_W, trace.mean_times(step, counts_W).max()
+    return counts_TxW, time_T

@@ -1,0 +1,219 @@
+"""`balanced`: settles fast, holds still in noise, recovers, and survives everything a trainer does to it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hetjax.plan.allocation import solve
+from hetjax.plan.controllers import Balanced, Observation, make
+from hetjax.plan.limits import Limits
+from hetjax.plan.rounding import allowed
+from hetjax.plan.virtual_time import Trace, best_times, simulate
+
+
+def constant(rates, *, steps, noise=0.05, batch=512, share=0.05):
+    rate_W = np.asarray(rates, float)
+    limits = Limits.plain(len(rate_W), batch)
+    startup = share * batch / rate_W.sum()
+    return Trace("constant", batch, np.full((1, len(rate_W)), startup), 1.0 / rate_W[None], steps, noise, limits)
+
+
+def slowed(trace, worker, factor, at):
+    factor_TxW = np.ones((trace.steps, trace.workers))
+    factor_TxW[at:, worker] = factor
+    return replace(trace, startup_TxW=trace.startup_TxW * factor_TxW, per_work_TxW=trace.per_work_TxW * factor_TxW)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("rates", [(1, 1), (3, 2, 1.5, 1), (10, 6, 3, 1), (6, 6, 5, 5, 2, 2, 1, 1)])
+@pytest.mark.parametrize("seed", range(2))
+def test_settles_in_two_changes_and_then_holds_still(rates, delay, seed):
+    trace = constant(rates, steps=1200)
+    run = simulate(make("balanced"), trace, trace.draw(seed), delay)
+    late_T = np.flatnonzero(run.mean_times_T > 1.05 * best_times(trace)[1])
+    settled = late_T[-1] + 1 if len(late_T) else 0
+    assert run.changed_T[: settled + 1].sum() <= 2
+    assert run.changed_T[200:].sum() == 0
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("seed", range(4))
+def test_recovers_from_a_worker_that_becomes_twice_as_slow(delay, seed):
+    trace = slowed(constant((3, 2, 1.5, 1), steps=160), seed % 4, 2.0, 150)
+    run = simulate(make("balanced"), trace, trace.draw(seed), delay)
+    good_T = run.mean_times_T <= 1.1 * best_times(trace)[1]
+    assert good_T[155]
+
+
+def test_without_noise_the_first_timing_gives_the_best_plan():
+    trace = constant((4, 2, 1, 1), steps=30, noise=0.0, share=0.0)
+    run = simulate(make("balanced"), trace, trace.draw(0), 1)
+    assert run.counts_TxW[0].tolist() == run.counts_TxW[1].tolist() == [128, 128, 128, 128]
+    assert run.mean_times_T[2] <= 1.05 * best_times(trace)[1][2]
+
+
+def drive(controller, limits, batches, rng, rates, lost=0.0):
+    """Plans and observations like the trainer's, one step late, with lost timings."""
+    plans, waiting = [], []
+    for step, batch in enumerate(batches):
+        plan = controller.plan(batch, limits, step // 20)
+        plans.append(plan)
+        times_W = np.where(plan.counts_W > 0, plan.counts_W / rates * np.exp(0.05 * rng.standard_normal(len(rates))), 0)
+        times_W = np.where(rng.random(len(rates)) < lost, np.nan, np.round(times_W, 6))
+        waiting.append(Observation(plan.counts_W, limits.work(plan.counts_W), times_W, step // 20, step))
+        if len(waiting) > 1:
+            controller.observe(waiting.pop(0))
+    return plans
+
+
+@given(st.integers(0, 10_000))
+@settings(max_examples=40, deadline=None)
+def test_every_plan_is_allowed_whatever_happens(seed):
+    """Changing limits, short steps, new batches, lost timings: counts always fit the limits given now."""
+    rng = np.random.default_rng(seed)
+    workers = int(rng.integers(1, 6))
+    rates = rng.uniform(0.1, 10, workers)
+    controller = make(str(rng.choice(["balanced", "equal", "static"])))
+    waiting: list[Observation] = []
+    batch = 128
+    for step in range(60):
+        if step % 10 == 0:
+            rung, quantum = int(rng.choice([1, 8, 16])), int(rng.choice([1, 4, 16]))
+            capacity = int(rng.choice([64, 128])) * 2
+            stair = np.ceil(np.arange(capacity + 1) / rung) * rung
+            limits = Limits(
+                rng.permutation(np.append(np.full(workers - 1, capacity // 2), capacity)),
+                np.zeros(workers, np.int64), quantum, np.zeros(workers, np.int64), (stair,),
+            )  # fmt: skip
+            batch = int(rng.choice([128, 100, 64]))
+        now = int(rng.integers(1, batch)) if step % 7 == 6 else batch
+        plan = controller.plan(now, limits, step // 7)
+        assert allowed(plan.counts_W, limits, now), f"seed {seed} step {step}: {plan}"
+        times_W = np.where(rng.random(workers) < 0.1, np.nan, plan.counts_W / rates * rng.uniform(0.5, 2, workers))
+        waiting.append(Observation(plan.counts_W, limits.work(plan.counts_W), times_W, 0, step))
+        if len(waiting) > 1:
+            controller.observe(waiting.pop(0))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_short_last_step_disturbs_nothing(seed):
+    rates, limits = np.array([300.0, 200.0, 100.0]), Limits.plain(3, 256)
+    batches = ([256] * 19 + [37]) * 20
+    plans = drive(make("balanced"), limits, batches, np.random.default_rng(seed), rates)
+    assert all(plan.counts_W.sum() == batch for plan, batch in zip(plans, batches, strict=True))
+    assert not any(plan.changed for plan, batch in zip(plans, batches, strict=True) if batch == 37)
+    assert sum(plan.changed for plan in plans) <= 3
+    full = [plan.counts_W for plan, batch in zip(plans, batches, strict=True) if batch == 256]
+    np.testing.assert_allclose(full[-1], 256 * rates / 600, atol=6)
+
+
+def test_a_batch_that_stays_smaller_becomes_the_usual_one():
+    controller, limits = make("balanced"), Limits.plain(2, 100)
+    rng, rates = np.random.default_rng(0), np.array([3.0, 1.0])
+    plans = drive(controller, limits, [100] * 10 + [60] * 10, rng, rates)
+    assert controller.usual == 60
+    assert plans[-1].counts_W.sum() == 60
+
+
+@pytest.mark.parametrize("name", ["equal", "static", "balanced"])
+def test_resuming_is_bit_identical(name):
+    limits, rates = Limits.plain(4, 256), np.array([30.0, 20.0, 10.0, 1.0])
+    whole, part = make(name), make(name)
+    rng = np.random.default_rng(3)
+    waiting: list[Observation] = []
+    for step in range(150):
+        batch = 100 if step % 20 == 19 else 256
+        expected, plan = whole.plan(batch, limits, step // 20), part.plan(batch, limits, step // 20)
+        assert expected.counts_W.tolist() == plan.counts_W.tolist()
+        assert (expected.changed, expected.reason) == (plan.changed, plan.reason)
+        factor = 2.0 if 60 <= step < 90 else 1.0
+        times_W = plan.counts_W / rates * np.array([factor, 1, 1, 1]) * np.exp(0.1 * rng.standard_normal(4))
+        waiting.append(Observation(plan.counts_W, limits.work(plan.counts_W), np.round(times_W, 6), 0, step))
+        if len(waiting) > 1:
+            seen = waiting.pop(0)
+            whole.observe(seen)
+            part.observe(seen)
+        if step % 11 == 0:
+            saved = json.loads(json.dumps(part.state_dict(), allow_nan=False))
+            part = make(name)
+            part.load_state_dict(saved)
+
+
+def test_a_state_for_other_workers_starts_afresh_and_one_of_another_controller_is_refused():
+    four, eight = make("balanced"), make("balanced")
+    drive(four, Limits.plain(4, 64), [64] * 10, np.random.default_rng(0), np.array([4.0, 3, 2, 1]))
+    eight.load_state_dict(four.state_dict())
+    assert eight.plan(64, Limits.plain(8, 64)).counts_W.tolist() == [8] * 8
+    with pytest.raises(ValueError, match="belongs to controller 'balanced', this one is 'equal'"):
+        make("equal").load_state_dict(four.state_dict())
+
+
+def test_finer_stairs_are_used_as_soon_as_they_join():
+    coarse = Limits(
+        np.full(2, 128), np.zeros(2, np.int64), 1, np.zeros(2, np.int64), (np.ceil(np.arange(129) / 64) * 64,)
+    )
+    fine = replace(coarse, stairs=(np.ceil(np.arange(129) / 8) * 8,))
+    controller, rates = make("balanced"), np.array([300.0, 100.0])
+    for step in range(60):
+        limits = coarse if step < 30 else fine
+        plan = controller.plan(128, limits)
+        work_W = limits.work(plan.counts_W)
+        controller.observe(Observation(plan.counts_W, work_W, work_W / rates, 0, step))
+    assert plan.counts_W.tolist() == [96, 32]
+
+
+def test_an_idle_worker_is_tried_again_and_comes_back():
+    """Worker 1 is hopeless for a while: it gets nothing, is tried now and then, and is used when it has recovered."""
+    controller, limits = make("balanced"), Limits.plain(2, 8)
+    idle_steps, trials = 0, 0
+    for step in range(3000):
+        plan = controller.plan(8, limits)
+        slow = 12.0 if step < 2000 else 1.0
+        times_W = np.where(plan.counts_W > 0, plan.counts_W * np.array([1.0, slow]), 0.0)
+        controller.observe(Observation(plan.counts_W, limits.work(plan.counts_W), times_W, 0, step))
+        if 10 < step < 2000:
+            idle_steps += plan.counts_W[1] == 0
+            trials += plan.counts_W[1] > 0
+    assert idle_steps > 1950
+    assert 1 <= trials <= 20
+    assert plan.counts_W.tolist() == [4, 4]
+
+
+def test_a_worker_that_lost_all_samples_to_one_strange_timing_gets_them_back():
+    controller, limits = make("balanced"), Limits.plain(2, 8)
+    for step in range(60):
+        plan = controller.plan(8, limits)
+        times_W = plan.counts_W * np.array([1.0, 1000.0 if step == 40 else 1.0])
+        controller.observe(Observation(plan.counts_W, limits.work(plan.counts_W), times_W, 0, step))
+    assert plan.counts_W.tolist() == [4, 4]
+
+
+def test_a_worker_fifty_times_slower_does_not_hold_up_the_others():
+    trace = constant((1, 1, 1, 0.02), steps=200)
+    run = simulate(Balanced(), trace, trace.draw(0), 1)
+    assert np.all(run.mean_times_T[2:] <= 1.25 * best_times(trace)[1][2:])
+
+
+def test_quick_bound_never_hides_a_gain():
+    """The screen before the solver is a true lower bound of the solver's optimum."""
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        workers = int(rng.integers(1, 9))
+        stair = np.concatenate([[0.0], np.cumsum(rng.choice([0.0, 1.0, 3.0], 200))])
+        limits = Limits(np.full(workers, 200), np.zeros(workers, np.int64), 1, np.zeros(workers, np.int64), (stair,))
+        startup_W, per_work_W = rng.random(workers) * 20, rng.random(workers) + 0.01
+        controller = Balanced()
+        controller.usual = int(rng.integers(1, 200 * workers))
+        bound = controller._bound(startup_W, per_work_W, limits)
+        assert bound <= solve(startup_W, per_work_W, limits, controller.usual).time * (1 + 1e-12), f"seed {seed}"
+
+
+def test_unknown_names_are_explained():
+    with pytest.raises(ValueError, match=r"no controller 'best'; choose one of balanced, "):
+        make("best")

@@ -1,0 +1,106 @@
+"""The cost model learns startup and pace, ignores outliers, notices changes, and saves to the bit."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from hetjax.plan.cost_model import CostModel
+from hetjax.plan.logarithm import ln
+
+
+def feed(model, rng, startup_W, pace_W, work_SxW, noise=0.05):
+    for work_W in work_SxW:
+        times_W = (startup_W + pace_W * work_W) * np.exp(noise * rng.standard_normal(len(work_W)))
+        model.observe(work_W, times_W, np.ones(len(work_W), bool))
+
+
+def test_usable_after_one_observation():
+    model = CostModel(2)
+    model.observe(np.array([100.0, 50.0]), np.array([1.0, 2.0]), np.ones(2, bool))
+    startup_W, per_work_W = model.costs()
+    np.testing.assert_allclose(startup_W + per_work_W * [100.0, 50.0], [1.0, 2.0])
+    assert np.all(startup_W > 0)
+    assert np.all(per_work_W > 0)
+
+
+def test_a_worker_never_timed_counts_as_the_mean_of_the_others():
+    model = CostModel(3)
+    model.observe(np.array([10.0, 10.0, 0.0]), np.array([1.0, 3.0, np.nan]), np.array([True, True, False]))
+    startup_W, per_work_W = model.costs()
+    assert startup_W[2] == pytest.approx((startup_W[0] + startup_W[1]) / 2)
+    assert per_work_W[2] == pytest.approx((per_work_W[0] + per_work_W[1]) / 2)
+    assert model.relative_sd(np.full(3, 10.0))[2] == 1.0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_learns_startup_and_pace_when_the_work_varies(seed):
+    rng = np.random.default_rng(seed)
+    startup_W, pace_W = np.array([0.0, 0.5, 2.0, 0.1]), np.array([0.01, 0.02, 0.01, 0.05])
+    model = CostModel(4)
+    feed(model, rng, startup_W, pace_W, rng.uniform(50, 200, (400, 4)))
+    np.testing.assert_allclose(model.costs()[1], pace_W, rtol=0.1)
+    np.testing.assert_allclose(model.costs()[0], startup_W, atol=0.15)
+    assert model.noise == pytest.approx(0.05, rel=0.25)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_constant_work_does_not_wind_up_the_split(seed):
+    """Forgetting along the scale only: the split stays about as uncertain as it was, the prediction gets sharp."""
+    rng = np.random.default_rng(seed)
+    model = CostModel(1)
+    feed(model, rng, np.array([0.1]), np.array([0.01]), np.full((3000, 1), 100.0))
+    assert np.sqrt(model.var_ss_W[0]) < 0.4 * 1.1
+    assert model.relative_sd(np.array([100.0]))[0] < 0.01
+    assert 0.0 <= model.costs()[0][0] < 0.5
+
+
+def test_a_single_spike_is_taken_back():
+    model, rng = CostModel(2), np.random.default_rng(0)
+    work = np.full((50, 2), 100.0)
+    feed(model, rng, np.zeros(2), np.full(2, 0.01), work)
+    before_W = model.costs()[1] * 100 + model.costs()[0]
+    model.observe(work[0], np.array([9.0, 1.0]), np.ones(2, bool))
+    assert model.costs()[1][0] * 100 > 5.0  # believed at once
+    assert model.doubt_W.tolist() == [True, False]
+    model.observe(work[0], np.array([1.0, 1.0]), np.ones(2, bool))
+    np.testing.assert_allclose(model.costs()[1] * 100 + model.costs()[0], before_W, rtol=0.02)
+
+
+def test_a_lasting_jump_stays():
+    model, rng = CostModel(2), np.random.default_rng(0)
+    feed(model, rng, np.zeros(2), np.full(2, 0.01), np.full((50, 2), 100.0))
+    feed(model, rng, np.zeros(2), np.array([0.02, 0.01]), np.full((3, 2), 100.0))
+    np.testing.assert_allclose(model.costs()[1] * 100 + model.costs()[0], [2.0, 1.0], rtol=0.08)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_small_lasting_change_is_found_by_the_change_point(seed):
+    model, rng = CostModel(4), np.random.default_rng(seed)
+    feed(model, rng, np.zeros(4), np.full(4, 0.01), np.full((300, 4), 100.0))
+    feed(model, rng, np.zeros(4), np.array([0.0112, 0.01, 0.01, 0.01]), np.full((30, 4), 100.0))
+    np.testing.assert_allclose(model.costs()[1] * 100 + model.costs()[0], [1.12, 1.0, 1.0, 1.0], rtol=0.04)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_resuming_from_json_is_bit_identical(seed):
+    rng = np.random.default_rng(seed)
+    whole, part = CostModel(3), CostModel(3)
+    work_SxW = rng.uniform(10, 100, (80, 3))
+    times_SxW = work_SxW * 0.01 * np.exp(0.3 * rng.standard_normal((80, 3)))
+    for k in range(80):
+        whole.observe(work_SxW[k], times_SxW[k], np.ones(3, bool))
+        part.observe(work_SxW[k], times_SxW[k], np.ones(3, bool))
+        if k % 7 == 0:
+            saved = json.loads(json.dumps(part.state_dict(), allow_nan=False))
+            part = CostModel(3)
+            part.load_state_dict(saved)
+    assert json.dumps(whole.state_dict()) == json.dumps(part.state_dict())
+
+
+@pytest.mark.parametrize("x", [1e-9, 0.5, 1.0, 2.0, 4.0, 7.3, 1024.0, 1e5, 3e200])
+def test_logarithm(x):
+    assert ln(x) == pytest.approx(math.log(x), abs=1e-14, rel=1e-14)
