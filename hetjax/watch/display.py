@@ -1,0 +1,165 @@
+"""What a run looks like while it runs: one live picture in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from hetjax.watch.tracker import Row, plain
+
+
+class Display:
+    """A tracker that shows the latest row: progress, loss, speed, and for every worker its count, busy share and time.
+
+    `ideal` is the samples/s that all workers would reach together; without it no efficiency is shown. On a terminal
+    the picture is redrawn a few times a second by a thread of its own, so `log` costs next to nothing. Elsewhere a line
+    is printed for the first and the last step and every `every` seconds between.
+    """
+
+    def __init__(
+        self,
+        steps: int | None = None,
+        *,
+        title: str = "",
+        ideal: float | None = None,
+        every: float = 5.0,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.steps = steps
+        self.title = title
+        self.ideal = ideal
+        self.every = every
+        self.console = console or Console()
+        self._clock = clock
+        self._started = clock()
+        self._first_step: int | None = None
+        self._next_line = 0.0
+        self._step = 0
+        self._row: dict[str, Any] = {}
+        self._reason = ""
+        self._live: Live | None = None
+
+    def log(self, step: int, row: Row) -> None:
+        if self._first_step is None:
+            self._first_step = step
+            self._started = self._next_line = self._clock()
+        self._step, self._row = step, plain(row)
+        if self._row.get("changed"):
+            self._reason = f"step {step + 1}: {self._row.get('reason') or 'plan changed'}"
+        if not self.console.is_terminal:
+            last = self.steps is not None and step == self.steps - 1
+            if last or self._clock() >= self._next_line:
+                self._next_line = self._clock() + self.every
+                self.console.print(self.line(), soft_wrap=True, highlight=False)
+        elif self._live is None:
+            self._live = Live(get_renderable=self.picture, console=self.console, refresh_per_second=4)
+            self._live.start()
+
+    def summary(self, values: Row) -> None:
+        self._stop()
+        known = {name: value for name, value in plain(values).items() if isinstance(value, (int, float))}
+        shown = {
+            "steps": "{:,} steps",
+            "wall_s": "{:.1f} s",
+            "samples_per_s": "{:,.0f} samples/s",
+            "efficiency": "{:.0%} of the ideal",
+            "test_accuracy": "test accuracy {:.4f}",
+        }
+        parts = [form.format(known[name]) for name, form in shown.items() if name in known]
+        told = f"{self.title or 'done'}: {', '.join(parts)}"
+        self.console.print(told, soft_wrap=not self.console.is_terminal, highlight=False)
+
+    def close(self) -> None:
+        self._stop()
+
+    def line(self) -> str:
+        """The latest row as one line of text."""
+        counts = self._row.get("counts") or []
+        shown = " ".join(map(str, counts)) if len(counts) <= 8 else f"{min(counts)} to {max(counts)}"
+        parts = [self._progress(), *self._numbers(), *([f"counts {shown}"] if counts else [])]
+        return "  ".join(([self.title] if self.title else []) + parts)
+
+    def picture(self) -> RenderableType:
+        """The latest row as a picture that fits the console, 80 columns included."""
+        if not self._row:
+            return Text("waiting for the first step")
+        head = Table.grid(padding=(0, 2))
+        head.add_column(no_wrap=True)
+        head.add_column(width=24)
+        head.add_column(no_wrap=True)
+        bar = ProgressBar(total=self.steps, completed=self._step + 1, width=24) if self.steps else ""
+        head.add_row(self._progress(), bar, self._left())
+        numbers = Text("  ".join(self._numbers()), no_wrap=True, overflow="ellipsis")
+        parts: list[RenderableType] = [Text(self.title, style="bold", no_wrap=True)] if self.title else []
+        parts += [head, numbers, self._workers()]
+        if self._reason:
+            parts.append(Text(self._reason, style="dim", no_wrap=True, overflow="ellipsis"))
+        return Group(*parts)
+
+    def _progress(self) -> str:
+        of = f"/{self.steps}" if self.steps else ""
+        epoch = f"  epoch {self._row['epoch']}" if "epoch" in self._row else ""
+        return f"step {self._step + 1}{of}{epoch}"
+
+    def _numbers(self) -> list[str]:
+        loss, speed = self._row.get("loss"), self._row.get("samples_per_s")
+        numbers = ["loss not finite" if loss is None else f"loss {loss:.4f}"]
+        if speed is not None:
+            numbers.append(f"{speed:,.0f} samples/s")
+            if self.ideal:
+                numbers.append(f"efficiency {speed / self.ideal:.0%}")
+        return numbers
+
+    def _left(self) -> str:
+        done = self._step + 1 - (self._first_step or 0)
+        if not self.steps or done < 2:
+            return ""
+        seconds = (self._clock() - self._started) / (done - 1) * max(0, self.steps - 1 - self._step)
+        return f"{int(seconds // 60)}:{int(seconds % 60):02d} left"
+
+    def _workers(self) -> Table:
+        counts = self._row.get("counts") or []
+        times = self._row.get("times") or [None] * len(counts)
+        step_time = self._row.get("step_time") or max((t for t in times if t), default=0)
+        busy = [t / step_time if t is not None and step_time else None for t in times]
+        table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
+        for title in ("worker", "count", "busy", "", "time"):
+            table.add_column(title, justify="left" if title == "busy" else "right", no_wrap=True)
+        fits = max(1, self.console.height - 7)
+        shown = len(counts) if len(counts) <= fits else fits - 1
+        for worker in range(shown):
+            share = busy[worker]
+            table.add_row(
+                str(worker),
+                str(counts[worker]),
+                ProgressBar(total=1, completed=min(1, share or 0), width=36, complete_style=_style(share)),
+                "–" if share is None else f"{share:.0%}",
+                "untimed" if times[worker] is None else _duration(times[worker]),
+            )
+        if shown < len(counts):
+            rest = [share for share in busy[shown:] if share is not None]
+            shares = f", busy {min(rest):.0%} to {max(rest):.0%}" if rest else ""
+            hidden = f"{len(counts) - shown} more workers{shares}"
+            table.add_row("…", str(sum(counts[shown:])), Text(hidden, style="dim"))
+        return table
+
+    def _stop(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def _style(share: float | None) -> str:
+    return "green" if (share or 0) >= 0.8 else "yellow" if (share or 0) >= 0.5 else "red"

@@ -1,0 +1,69 @@
+"""How every picture looks: its style, its curves, and the files it becomes."""
+
+from __future__ import annotations
+
+import io
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
+DARK, BLUE, RED = "#333333", "#0072B2", "#B00020"
+_POINTS = 800  # more cannot be told apart on the page
+THOUSANDS = FuncFormatter(lambda value, _: f"{value:,.10g}")
+
+
+def style() -> AbstractContextManager[None]:
+    """The settings under which figures are made and saved."""
+    settings: dict[Any, Any] = {
+        "font.size": 10,
+        "axes.titlesize": 11,
+        "axes.titlelocation": "left",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "svg.hashsalt": "hetjax",  # with no date, the same run gives the same file
+    }
+    return rc_context(settings)
+
+
+def save(figure: Figure, folder: Path, stem: str) -> tuple[Path, Path]:
+    """Write the figure as PNG and SVG."""
+    png, svg = folder / f"{stem}.png", folder / f"{stem}.svg"
+    figure.savefig(png, dpi=120)
+    figure.set_layout_engine("none")  # everything has its place now; finding it again takes as long as drawing
+    svg.write_bytes(svg_bytes(figure))
+    return png, svg
+
+
+def svg_bytes(figure: Figure) -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, format="svg", metadata={"Date": None})
+    return file.getvalue()
+
+
+def curve(axes: Axes, x: np.ndarray, y: np.ndarray, colour: str, *, label: str | None = None, raw: bool = True) -> None:
+    """A running median and, faintly behind it, every point; few points are drawn as they are."""
+    if len(y) < 20:
+        axes.plot(x, y, color=colour, marker="o", markersize=3, label=label)
+        return
+    few = thinned(len(y))
+    if raw:
+        axes.plot(x[few], y[few], color=colour, alpha=0.3, linewidth=0.8)
+    axes.plot(x[few], running_median(y, max(5, len(y) // 100))[few], color=colour, linewidth=1.8, label=label)
+
+
+def running_median(values: np.ndarray, width: int) -> np.ndarray:
+    """The median of up to `width` (an odd number) values around each one, fewer at the ends."""
+    half = width // 2
+    padded = np.pad(values.astype(np.float64), half, constant_values=np.nan)
+    return np.nanmedian(np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1), axis=1)
+
+
+def thinned(length: int) -> np.ndarray:
+    """Indices of all points, or of evenly spread ones of many; the first and the last are always there."""
+    return np.unique(np.linspace(0, length - 1, min(_POINTS, length)).astype(int))

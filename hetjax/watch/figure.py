@@ -1,0 +1,55 @@
+"""The picture of one run: counts and efficiency, strips of worker times with the barrier, and the loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from textwrap import fill
+
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+from hetjax.watch.drawing import DARK, RED, save, style
+from hetjax.watch.panels import counts_panel, efficiency_panel, loss_panel
+from hetjax.watch.run_folder import Run
+from hetjax.watch.strip import strips
+
+
+def draw_run(run: Run) -> tuple[Path, Path]:
+    """Draw the run and write it into its folder as run.png and run.svg; the paths of both."""
+    with style():
+        return save(run_figure(run), run.folder, "run")
+
+
+def run_figure(run: Run) -> Figure:
+    """To be called and saved under `style()`."""
+    high = min(5.5, 1.5 + 0.26 * run.workers)
+    figure = Figure(figsize=(12, 7.2 + high), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08))
+    figure.suptitle(headline(run), x=0.01, ha="left", fontsize=13, fontweight="bold")
+    if run.notes:
+        figure.supxlabel(fill(" ".join(run.notes), 150), x=0.01, ha="left", fontsize=9, color=RED)
+    if run.steps == 0 or run.workers == 0:
+        figure.set_size_inches(12, 3)
+        figure.text(0.5, 0.5, "There is no finished step to draw.", ha="center", fontsize=14, color=DARK)
+        return figure
+    parts = figure.subfigures(3, 1, height_ratios=[3.3, high, 3.1], hspace=0.04, squeeze=False)[:, 0]
+    left, right = parts[0].subplots(1, 2)
+    counts_panel(left, run)
+    efficiency_panel(right, run)
+    strips(parts[1], run)
+    left, right = parts[2].subplots(1, 2, sharey=True)
+    loss_panel(left, run, run.samples_S, "samples")
+    loss_panel(right, run, run.seconds_S, "seconds")
+    right.set_ylabel("")
+    return figure
+
+
+def headline(run: Run) -> str:
+    """What the run was and how fast, in one line."""
+    what = [run.config[key] for key in ("dataset", "model") if isinstance(run.config.get(key), str)]
+    parts = [", ".join([run.name, *what]), f"{run.workers} worker{'s' if run.workers != 1 else ''}"]
+    speed, efficiency = run.summary.get("samples_per_s"), run.summary.get("efficiency")
+    if isinstance(speed, (int, float)):
+        parts.append(f"{speed:,.0f} samples/s")
+    if isinstance(efficiency, (int, float)):
+        parts.append(f"{efficiency:.0%} of the ideal")
+    return "   |   ".join(parts)

@@ -1,0 +1,66 @@
+"""The files of a run's folder: metrics.jsonl, one line a step, and summary.json."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from hetjax.watch.tracker import Row, plain
+
+METRICS = "metrics.jsonl"
+SUMMARY = "summary.json"
+CONFIG = "config.json"
+
+
+class JsonlTracker:
+    """Writes a line per step and hands it to the operating system at once: a kill loses at most the line in writing.
+
+    `first_step` is the step that a run starts or resumes with: lines of earlier steps are kept, later ones (and a
+    half-written last one) go, because they are about to happen again. 0 starts afresh.
+    """
+
+    def __init__(self, folder: str | Path, *, first_step: int = 0):
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / METRICS
+        if path.exists():
+            _keep_before(path, first_step)
+        (self.folder / SUMMARY).unlink(missing_ok=True)  # the summary of an earlier run must not outlive its metrics
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, step: int, row: Row) -> None:
+        self._file.write(json.dumps({"step": step, **plain(row)}) + "\n")
+        self._file.flush()
+
+    def summary(self, values: Row) -> None:
+        write_json(self.folder / SUMMARY, values)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def write_json(path: Path, values: Row) -> None:
+    """Write a small JSON file whole or not at all."""
+    draft = path.with_name(path.name + ".draft")
+    draft.write_text(json.dumps(plain(values), indent=2) + "\n", encoding="utf-8")
+    os.replace(draft, path)
+
+
+def parse_line(line: str) -> dict[str, Any] | None:
+    """The row in a line of metrics.jsonl, or None where there is none (cut off, or something else)."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    step = row.get("step") if isinstance(row, dict) else None
+    return row if isinstance(step, int) and not isinstance(step, bool) else None
+
+
+def _keep_before(path: Path, first_step: int) -> None:
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    kept = [line for line in lines if (row := parse_line(line)) is not None and row["step"] < first_step]
+    draft = path.with_name(path.name + ".draft")
+    draft.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    os.replace(draft, path)

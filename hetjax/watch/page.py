@@ -1,0 +1,137 @@
+"""One self-contained HTML page that compares runs: a table of summaries, what was configured differently, pictures."""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from hetjax.watch.colours import run_colour
+from hetjax.watch.drawing import THOUSANDS, curve, style, svg_bytes
+from hetjax.watch.run_folder import Run
+
+# key of summary.json, heading, format
+SUMMARIES = (
+    ("strategy", "strategy", "{}"),
+    ("controller", "controller", "{}"),
+    ("partition", "partition", "{}"),
+    ("sync", "sync", "{}"),
+    ("engine", "engine", "{}"),
+    ("workers", "workers", "{:,}"),
+    ("steps", "steps", "{:,}"),
+    ("samples", "samples", "{:,}"),
+    ("wall_s", "seconds", "{:,.1f}"),
+    ("samples_per_s", "samples/s", "{:,.0f}"),
+    ("ideal_samples_per_s", "ideal samples/s", "{:,.0f}"),
+    ("efficiency", "efficiency", "{:.1%}"),
+    ("final_loss", "final loss", "{:.4f}"),
+    ("test_accuracy", "test accuracy", "{:.4f}"),
+    ("plan_changes", "plan changes", "{:,}"),
+    ("recompiles_after_warmup", "recompiles after warm-up", "{:,}"),
+    ("data_wait_share", "waiting for data", "{:.1%}"),
+    ("overruns", "overruns", "{:,}"),
+)
+
+_CSS = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem; color: #222; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .7rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; font-weight: 600; }
+td.best { background: #E4F3EC; font-weight: 600; }
+img { max-width: 100%; height: auto; }
+.note { color: #B00020; }
+.dot { display: inline-block; width: .8em; height: .8em; border-radius: 50%; margin-right: .5em; }
+"""
+
+
+def comparison_page(runs: Sequence[Run], pictures: Sequence[bytes]) -> str:
+    """The page as one text, with the SVG picture of each run inside: nothing is loaded from elsewhere."""
+    title = html.escape("hetjax: " + (runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"))
+    parts = [f"<h1>{title}</h1>", "<h2>Summaries</h2>", _summaries(runs)]
+    if len(runs) > 1:
+        with style():
+            together = svg_bytes(_together(runs))
+        parts += ["<h2>All runs together</h2>", _image(together, "speed and loss of all runs"), _differences(runs)]
+    for run, picture in zip(runs, pictures, strict=True):
+        parts += [f"<h2>{html.escape(run.name)}</h2>", _image(picture, f"the run {run.name}")]
+        parts += [f'<p class="note">{html.escape(note)}</p>' for note in run.notes]
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
+    start = f'<!DOCTYPE html>\n<html lang="en"><head>{head}<style>{_CSS}</style></head><body>'
+    return "\n".join([start, *parts, "</body></html>\n"])
+
+
+def _summaries(runs: Sequence[Run]) -> str:
+    """Summary keys down, runs across; keys that no run knows are left out, the best of a contest is marked."""
+    best = {key: _best(runs, key) for key in ("samples_per_s", "efficiency", "test_accuracy")}
+    lines = []
+    for key, heading, form in SUMMARIES:
+        values = [run.summary.get(key) for run in runs]
+        if all(value is None for value in values):
+            continue
+        marks = [' class="best"' if value is not None and value == best.get(key) else "" for value in values]
+        cells = [f"<td{m}>{html.escape(_shown(value, form))}</td>" for m, value in zip(marks, values, strict=True)]
+        lines.append(f"<tr><td>{heading}</td>{''.join(cells)}</tr>")
+    return _table(runs, lines)
+
+
+def _table(runs: Sequence[Run], lines: list[str]) -> str:
+    dots = [f'<span class="dot" style="background:{run_colour(place)}"></span>' for place in range(len(runs))]
+    names = "".join(f"<th>{dot}{html.escape(run.name)}</th>" for dot, run in zip(dots, runs, strict=True))
+    return '<div class="wide"><table>\n' + "\n".join([f"<tr><th></th>{names}</tr>", *lines]) + "\n</table></div>"
+
+
+def _best(runs: Sequence[Run], key: str) -> float | None:
+    values = [run.summary[key] for run in runs if isinstance(run.summary.get(key), (int, float))]
+    return max(values) if len(values) > 1 else None
+
+
+def _shown(value: Any, form: str) -> str:
+    if value is None:
+        return "–"
+    try:
+        return form.format(value)
+    except (ValueError, TypeError):
+        return str(value)
+
+
+def _differences(runs: Sequence[Run]) -> str:
+    """The keys of config.json that the runs do not agree about."""
+    lines = []
+    for key in sorted({key for run in runs for key in run.config}):
+        values = [json.dumps(run.config[key]) if key in run.config else "–" for run in runs]
+        if len(set(values)) > 1:
+            cells = "".join(f"<td>{html.escape(value)}</td>" for value in values)
+            lines.append(f"<tr><td>{html.escape(key)}</td>{cells}</tr>")
+    return "<h2>Configured differently</h2>\n" + _table(runs, lines) if lines else ""
+
+
+def _together(runs: Sequence[Run]) -> Figure:
+    figure = Figure(figsize=(12, 3.8), layout="constrained")
+    speed, loss = figure.subplots(1, 2)
+    for place, run in enumerate(runs):
+        colour = run_colour(place)
+        known = run.full_S & np.isfinite(run.samples_per_s_S)
+        curve(speed, run.step_S[known], run.samples_per_s_S[known], colour, raw=False)
+        known = np.isfinite(run.loss_S) & np.isfinite(run.seconds_S)
+        curve(loss, run.seconds_S[known], run.loss_S[known], colour, label=run.name, raw=False)
+    speed.set(title="Samples per second", xlabel="step", ylim=(0, None))
+    speed.yaxis.set_major_formatter(THOUSANDS)
+    speed.xaxis.set_major_locator(MaxNLocator(integer=True))
+    loss.set(title="Loss against seconds", xlabel="seconds", ylabel="loss")
+    loss.xaxis.set_major_formatter(THOUSANDS)
+    figure.legend(loc="outside lower center", ncols=min(6, len(runs)), frameon=False)
+    return figure
+
+
+def _image(svg: bytes, text: str) -> str:
+    """An image of its own, so that the names inside one SVG do not meet those of the next."""
+    data = base64.b64encode(svg).decode()
+    return f'<p><img alt="{html.escape(text)}" src="data:image/svg+xml;base64,{data}"></p>'

@@ -1,0 +1,103 @@
+"""Writes run folders as a training run would, with made-up timings, so that pictures can be tested without training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from hetjax.watch import JsonlTracker, write_json
+
+
+def write_fake_run(
+    folder: Path,
+    *,
+    workers: int = 4,
+    steps: int = 120,
+    balanced: bool = True,
+    change_at: int = 12,
+    batch: int = 1024,
+    summary: bool = True,
+    seed: int = 0,
+) -> Path:
+    """Workers of speed 1, 1, 0.5, 0.25 and so on; an equal split that becomes balanced in two changes."""
+    rng = np.random.default_rng(seed)
+    speed_W = np.resize([1.0, 1.0, 0.5, 0.25], workers)
+    row_time = 0.2e-3 * workers / 4
+    epoch_steps = 40
+    write_json(
+        folder_made(folder) / "config.json",
+        {
+            "dataset": "digits",
+            "model": "cnn",
+            "batch_size": batch,
+            "controller": "balanced" if balanced else "equal",
+        },
+    )
+    tracker = JsonlTracker(folder)
+    seconds, samples, before = 0.0, 0, None
+    for step in range(steps):
+        size = batch if (step + 1) % epoch_steps else batch * 2 // 5
+        share_W = np.full(workers, 1 / workers)
+        if balanced and step >= change_at:
+            true_W = speed_W / speed_W.sum()
+            share_W = true_W if step >= change_at + 6 else 0.3 * share_W + 0.7 * true_W
+        ends = np.round(np.cumsum(share_W) * size).astype(int)
+        counts_W = np.diff(ends, prepend=0)
+        times_W = (0.002 + counts_W * row_time / speed_W) * rng.normal(1, 0.04, workers)
+        times_W[counts_W == 0] = np.nan
+        step_time = np.nanmax(times_W) + 0.008 * rng.uniform(0.8, 1.3)
+        if step == 0:
+            times_W[:] = np.nan
+        seconds, samples = seconds + step_time, samples + size
+        changed = before is not None and size == batch and len(before) == workers and bool(np.any(before != counts_W))
+        if size == batch:
+            before = counts_W
+        tracker.log(
+            step,
+            {
+                "epoch": step // epoch_steps,
+                "loss": 0.05 + 2.3 * np.exp(-step / 30) * rng.normal(1, 0.06),
+                "counts": counts_W,
+                "times": times_W,
+                "rows": counts_W,
+                "step_time": step_time,
+                "samples_per_s": size / step_time,
+                "seconds": seconds,
+                "samples": samples,
+                "changed": changed,
+                "reason": "worker 3 slower: predicted gain 118%" if changed else "",
+                "metrics": {"accuracy": 0.5},
+            },
+        )
+    if summary:
+        ideal = float(speed_W.sum() / row_time)
+        tracker.summary(
+            {
+                "strategy": "balanced" if balanced else "equal",
+                "controller": "balanced" if balanced else "equal",
+                "partition": "global",
+                "sync": "allreduce",
+                "engine": "chunked",
+                "workers": workers,
+                "steps": steps,
+                "samples": samples,
+                "wall_s": seconds,
+                "samples_per_s": samples / seconds,
+                "ideal_samples_per_s": ideal,
+                "efficiency": samples / seconds / ideal,
+                "final_loss": 0.0712,
+                "test_accuracy": 0.9749 + 0.001 * balanced,
+                "plan_changes": 2 * balanced,
+                "recompiles_after_warmup": 0,
+                "data_wait_share": 0.004,
+                "overruns": 0,
+            }
+        )
+    tracker.close()
+    return folder
+
+
+def folder_made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

@@ -1,0 +1,119 @@
+"""The display: everything in view within 80 columns, and plain lines where there is no terminal."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from hetjax.watch import Display
+
+
+def row(workers=4, **changes):
+    counts = [100 // (worker % 4 + 1) for worker in range(workers)]
+    return {
+        "epoch": 1,
+        "loss": 0.4321,
+        "counts": counts,
+        "times": [0.08 + 0.01 * (worker % 3) for worker in range(workers)],
+        "step_time": 0.125,
+        "samples_per_s": 4321.0,
+        "changed": False,
+        "reason": "",
+        **changes,
+    }
+
+
+def console(width=80, height=24, terminal=True):
+    return Console(file=io.StringIO(), width=width, height=height, force_terminal=terminal, color_system=None)
+
+
+def picture(display):
+    with display.console.capture() as captured:
+        display.console.print(display.picture())
+    return captured.get()
+
+
+def shown(workers=4, width=80, height=24, title="digits, cnn, balanced", **changes):
+    display = Display(400, title=title, ideal=5000.0, console=console(width, height))
+    display.log(119, row(workers, **changes))
+    display.close()
+    return picture(display)
+
+
+@pytest.mark.parametrize("workers", [1, 4, 8, 32, 64])
+def test_the_picture_fits_80_columns_and_the_height(workers):
+    long = "worker 2 slower: " + "a very long reason " * 10
+    lines = shown(workers, changed=True, reason=long, title="t" * 200).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 23
+
+
+def test_the_picture_shows_what_matters():
+    text = shown(changed=True, reason="worker 3 slower")
+    for part in ("step 120/400", "epoch 1", "loss 0.4321", "4,321 samples/s", "efficiency 86%", "worker 3 slower"):
+        assert part in text
+    for worker, (count, busy, time) in enumerate(
+        [("100", "64%", "80.0 ms"), ("50", "72%", "90.0 ms"), ("33", "80%", "100.0 ms"), ("25", "64%", "80.0 ms")]
+    ):
+        line = next(line for line in text.splitlines() if line.split()[:1] == [str(worker)])
+        assert line.split()[1] == count
+        assert busy in line
+        assert time in line
+
+
+def test_a_longer_bar_for_a_busier_worker():
+    lines = shown(times=[0.125, 0.0625, 0.03125, None]).splitlines()[-4:]
+    bars = [line.count("━") for line in lines]
+    assert bars[0] > bars[1] > bars[2] > bars[3] == 0
+    assert "untimed" in lines[3]
+
+
+def test_workers_that_do_not_fit_are_summed_up():
+    text = shown(64)
+    counts = row(64)["counts"]
+    line = next(line for line in text.splitlines() if "more workers" in line)
+    hidden = int(line.split("more")[0].split()[-1])
+    assert int(line.split()[1]) == sum(counts[64 - hidden :])
+    assert "busy 64% to 80%" in line
+
+
+def test_a_loss_that_is_not_finite_is_said():
+    assert "loss not finite" in shown(loss=float("nan"))
+
+
+def test_the_picture_before_the_first_step():
+    assert "waiting" in picture(Display(console=console()))
+
+
+def test_plain_lines_come_at_intervals_first_and_last():
+    now = [0.0]
+    out = console(terminal=False)
+    display = Display(100, ideal=5000.0, every=5, console=out, clock=lambda: now[0])
+    for step in range(100):
+        now[0] = step * 0.1
+        display.log(step, row())
+    display.summary({"steps": 100, "wall_s": 9.9, "samples_per_s": 4321.0, "efficiency": 0.93, "test_accuracy": 0.97})
+    display.close()
+    lines = out.file.getvalue().splitlines()
+    assert [line.split()[1] for line in lines[:-1]] == ["1/100", "51/100", "100/100"]
+    told = "step 51/100  epoch 1  loss 0.4321  4,321 samples/s  efficiency 86%  counts 100 50 33 25"
+    assert lines[1] == told
+    assert lines[-1] == "done: 100 steps, 9.9 s, 4,321 samples/s, 93% of the ideal, test accuracy 0.9700"
+    assert "\x1b" not in out.file.getvalue()
+
+
+def test_many_counts_are_shortened_in_a_line():
+    out = console(terminal=False)
+    Display(console=out).log(0, row(32))
+    assert "counts 25 to 100" in out.file.getvalue()
+
+
+def test_the_live_picture_is_redrawn_by_its_own_thread_and_stops():
+    out = console()
+    display = Display(2, console=out)
+    display.log(0, row())
+    display.log(1, row())
+    display.summary({"steps": 2})
+    display.close()
+    assert "step 2/2" in out.file.getvalue()
+    assert out.file.getvalue().rstrip().endswith("2 steps")

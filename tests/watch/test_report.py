@@ -1,0 +1,214 @@
+"""The report: pictures of what was recorded, whole or cut short."""
+
+import json
+import re
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+from fake_run import write_fake_run
+from matplotlib.colors import to_rgb
+from matplotlib.text import Text
+
+from hetjax.watch import report
+from hetjax.watch.colours import worker_colour
+from hetjax.watch.drawing import running_median, thinned
+from hetjax.watch.figure import draw_run
+from hetjax.watch.run_folder import find_runs, read_run
+from hetjax.watch.strip import strip_steps
+
+
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("out")
+    write_fake_run(folder / "equal", balanced=False)
+    write_fake_run(folder / "balanced")
+    return folder, report(folder)
+
+
+def test_a_figure_per_run_and_one_page(two_runs):
+    folder, made = two_runs
+    assert made.page == folder / "report.html"
+    names = {path.relative_to(folder).as_posix() for path in made.figures}
+    assert names == {"equal/run.png", "equal/run.svg", "balanced/run.png", "balanced/run.svg"}
+    for path in made.figures:
+        assert path.read_bytes()[:4] == (b"\x89PNG" if path.suffix == ".png" else b"<?xm")
+
+
+def test_the_page_is_self_contained(two_runs):
+    text = two_runs[1].page.read_text()
+    sources = re.findall(r'(?:src|href)="([^"]{0,30})', text)
+    assert len(sources) == 3
+    assert all(source.startswith("data:image/svg+xml;base64,") for source in sources)
+    assert "http" not in re.sub(r'base64,[^"]*', "", text)
+    assert "<script" not in text
+
+
+def test_the_page_tells_the_summaries_and_what_differs(two_runs):
+    folder, made = two_runs
+    text = made.page.read_text()
+    for name in ("equal", "balanced"):
+        summary = json.loads((folder / name / "summary.json").read_text())
+        assert f">{summary['samples_per_s']:,.0f}<" in text
+        assert f">{summary['efficiency']:.1%}<" in text
+    assert text.count('class="best"') == 3
+    assert "Configured differently" in text
+    assert "<td>controller</td>" in text
+    assert "<td>batch_size</td>" not in text
+
+
+def test_names_are_escaped(tmp_path):
+    write_fake_run(tmp_path / "<b>x" / "a&b", steps=5)
+    text = report(tmp_path / "<b>x").page.read_text()
+    assert "a&amp;b" in text
+    assert "<b>" not in text
+
+
+@pytest.mark.parametrize("workers", [1, 4, 33])
+def test_no_two_texts_of_a_figure_overlap(tmp_path, monkeypatch, workers):
+    drawn = {}
+    draw = Text.draw
+
+    def recorded(text, renderer):
+        draw(text, renderer)
+        if text.get_visible() and text.get_text().strip():
+            drawn[id(text)] = text.get_text(), text.get_window_extent(renderer).padded(-1)
+
+    monkeypatch.setattr(Text, "draw", recorded)
+    draw_run(read_run(write_fake_run(tmp_path / "balanced", workers=workers, steps=50)))
+    assert len(drawn) > 30
+    for (name, box), (other, beside) in combinations(drawn.values(), 2):
+        assert not box.overlaps(beside), f"{name!r} lies over {other!r}"
+
+
+def test_the_strip_shows_steps_before_and_after_balancing(tmp_path):
+    run = read_run(write_fake_run(tmp_path, change_at=12, steps=79))
+    before, after = strip_steps(run)
+    assert list(run.step_S[before]) == [9, 10, 11]
+    assert list(run.step_S[after]) == [76, 77, 78]
+    equal = read_run(write_fake_run(tmp_path / "equal", balanced=False, steps=79))
+    before, after = strip_steps(equal)
+    assert list(before) == [1, 2, 3], "step 0 was not timed"
+    assert list(after) == [76, 77, 78]
+
+
+def test_the_short_last_step_of_an_epoch_is_no_change_of_plan(tmp_path):
+    run = read_run(write_fake_run(tmp_path, change_at=12, steps=120))
+    assert list(run.step_S[run.changes]) == [12, 18]
+
+
+def test_colours_are_stable_and_distinct():
+    colours = [worker_colour(worker) for worker in range(64)]
+    assert len(set(colours)) == 64
+    for one, next_one in pairwise(colours):
+        assert np.abs(np.subtract(to_rgb(one), to_rgb(next_one))).max() > 0.15
+    brightness = [np.dot(to_rgb(colour), (0.2126, 0.7152, 0.0722)) for colour in colours]
+    assert max(brightness) < 0.9, "too pale to be seen on white"
+
+
+def test_running_median_and_thinning():
+    np.testing.assert_array_equal(running_median(np.array([1, 9, 2, 3, 100]), 3), [5, 2, 3, 3, 51.5])
+    assert len(running_median(np.arange(7.0), 4)) == 7
+    assert list(thinned(5)) == [0, 1, 2, 3, 4]
+    many = thinned(100_000)
+    assert (many[0], many[-1]) == (0, 99_999)
+    assert len(many) <= 800
+
+
+def cut(folder):
+    file = folder / "metrics.jsonl"
+    file.write_bytes(file.read_bytes()[:-40])
+
+
+def empty(folder):
+    (folder / "metrics.jsonl").write_text("")
+
+
+def garbage(folder):
+    file = folder / "metrics.jsonl"
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join([lines[0], "not json", "[1]", '{"step": "x"}', *lines[1:]]) + "\n")
+
+
+def wrong_types(folder):
+    (folder / "metrics.jsonl").write_text('{"step": 0, "loss": "x", "counts": [1, null], "times": 3}\n{"step": 1}\n')
+
+
+def untimed(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    text = "".join(json.dumps({**row, "times": [None] * 4}) + "\n" for row in rows)
+    (folder / "metrics.jsonl").write_text(text)
+
+
+def one_step(folder):
+    file = folder / "metrics.jsonl"
+    file.write_text(file.read_text().splitlines()[3] + "\n")
+
+
+def no_summary(folder):
+    (folder / "summary.json").unlink()
+
+
+def broken_summary(folder):
+    (folder / "summary.json").write_text('{"steps": ')
+
+
+def odd_summary(folder):
+    (folder / "summary.json").write_text('{"samples_per_s": "fast", "efficiency": null, "ideal_samples_per_s": 0}')
+
+
+def fewer_workers_later(folder):
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 30, "loss": 1, "counts": [512, 512], "times": [0.1, 0.2], "step_time": 0.3}\n')
+
+
+@pytest.mark.parametrize(
+    ("damage", "note"),
+    [
+        (cut, "last line of metrics.jsonl is cut off"),
+        (empty, "holds no finished step"),
+        (garbage, r"3 of 33 lines of metrics.jsonl are unreadable \(first: line 2\)"),
+        (wrong_types, None),
+        (untimed, None),
+        (one_step, None),
+        (no_summary, "no summary.json: the run has not finished"),
+        (broken_summary, "summary.json is unreadable"),
+        (odd_summary, None),
+        (fewer_workers_later, None),
+    ],
+)
+def test_a_damaged_run_is_drawn_as_far_as_it_goes(tmp_path, damage, note):
+    folder = write_fake_run(tmp_path / "run", steps=30)
+    damage(folder)
+    made = report(folder)
+    text = made.page.read_text()
+    assert made.figures[0].stat().st_size > 5000
+    notes = re.findall(r'class="note">([^<]*)', text)
+    assert len(notes) == (note is not None)
+    if note is not None:
+        assert re.search(note, notes[0])
+
+
+def test_a_step_written_twice_counts_as_written_last(tmp_path):
+    rows = [{"step": 0, "loss": 1}, {"step": 1, "loss": 2}, {"step": 1, "loss": 3}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    np.testing.assert_array_equal(read_run(tmp_path).loss_S, [1, 3])
+
+
+def test_folders_without_a_run_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no metrics\.jsonl in .*nowhere"):
+        report(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"no metrics\.jsonl"):
+        find_runs(tmp_path)
+    with pytest.raises(ValueError, match="at least one folder"):
+        report()
+
+
+def test_runs_from_several_folders_are_told_apart(tmp_path):
+    for place in ("a", "b"):
+        write_fake_run(tmp_path / place / "balanced", steps=5)
+    made = report(tmp_path / "a", tmp_path / "b" / "balanced", page=tmp_path / "page.html")
+    text = made.page.read_text()
+    assert made.page == tmp_path / "page.html"
+    assert "a/balanced" in text
+    assert "b/balanced" in text
