@@ -5,10 +5,11 @@ P its covariance, s = sigma (startup + per_work x) the sd of one timing, sigma t
 
     innovation  e = t - h theta,  S = h P h' + s^2,  z = e / sqrt S, clipped at 3
     update      theta += P h' z / sqrt S,  P -= P h' h P / S
-    forgetting  P += q^2 theta theta'
+    forgetting  P += q^2 theta theta'; and the startup returns to its prior, rate r, at the same time for x
 
-Forgetting acts along theta only: a worker may become faster or slower as a whole, while a constant x leaves the split
-between startup and per_work as it was (forgetting all of P would wind that split up without bound).
+Forgetting acts along theta: a worker may become faster or slower as a whole. The split of that time into startup and
+per_work falls back to what was assumed in the beginning, mean and sd: a constant x says nothing about it (forgetting
+all of P would wind it up without bound), and what a drift has made of it must not be trusted for ever.
 
 Two tests stand beside the filter. Jump: a timing far outside the noise rescales its worker at once; the model before
 it is kept and comes back if the next timing fits it better. Change point: the sum of the last z over windows of 2 to 64
@@ -29,6 +30,7 @@ FIRST_NOISE = 0.12  # relative sd of a timing before any was seen, worth FIRST_W
 FIRST_WEIGHT = 8.0
 STARTUP_SHARE, STARTUP_SD = 0.05, 0.3  # of the first time
 DRIFT = 0.0005  # relative change of a worker's speed per step that is always expected
+RETURN = 0.005  # of the way back to the prior that the startup goes per step
 CLIP = 3.0
 JUMP_Z, JUMP_RATIO = 6.0, 0.2
 CHANGE_LIMIT, CHANGE_CLIP, CHANGE_SCALES = 12.0, 4.0, 6
@@ -40,7 +42,7 @@ class CostModel:
 
     saved = (
         "startup_W", "per_work_W", "var_ss_W", "var_sp_W", "var_pp_W", "seen_W", "noise", "weight",
-        "doubt_W", "kept_5xW", "sums_2xSxW", "clock", "age_W",
+        "doubt_W", "kept_5xW", "sums_2xSxW", "clock", "age_W", "stirred", "lasting", "passing",
     )  # fmt: skip
 
     def __init__(self, workers: int) -> None:
@@ -54,6 +56,8 @@ class CostModel:
         self.sums_2xSxW = np.zeros((2, CHANGE_SCALES, workers))  # sums of z: last full block, block now filling
         self.clock = 0
         self.age_W = np.zeros(workers, np.int64)
+        self.stirred = False  # whether a jump, its end or a change point was found in the last step
+        self.lasting, self.passing = 1.0, 1.0  # jumps that stayed and that were taken back, one of each assumed
         self.limit = CHANGE_LIMIT + ln(max(workers, 1))
 
     @property
@@ -70,6 +74,11 @@ class CostModel:
         per_work = float(self.per_work_W[known_W].sum()) / number
         return np.where(known_W, self.startup_W, startup), np.where(known_W, self.per_work_W, per_work)
 
+    def costs_before(self) -> tuple[np.ndarray, np.ndarray]:
+        """`costs` if every jump in doubt were a passing one."""
+        startup_W, per_work_W = self.costs()
+        return np.where(self.doubt_W, self.kept_5xW[0], startup_W), np.where(self.doubt_W, self.kept_5xW[1], per_work_W)
+
     def relative_sd(self, work_W: np.ndarray) -> np.ndarray:
         """Posterior sd of the expected time at this work, relative to it; 1 where nothing is known."""
         time_W = self.startup_W + self.per_work_W * work_W
@@ -79,6 +88,7 @@ class CostModel:
 
     def observe(self, work_W: np.ndarray, times_W: np.ndarray, valid_W: np.ndarray) -> None:
         """Learn the times of one step. Entries outside `valid_W` are not looked at."""
+        self.stirred = False
         valid_W = valid_W & (work_W > 0)
         first_W = valid_W & (self.seen_W == 0)
         later_W = valid_W & ~first_W
@@ -103,6 +113,7 @@ class CostModel:
         if self.doubt_W.any():
             self._settle_doubts(x_W, t_W, on_W)
         self._forget(on_W)
+        self._return(x_W, on_W)
         time_W = np.where(on_W, self.startup_W + self.per_work_W * x_W, 1.0)
         gain_s_W = self.var_ss_W + x_W * self.var_sp_W  # P h'
         gain_p_W = self.var_sp_W + x_W * self.var_pp_W
@@ -135,6 +146,20 @@ class CostModel:
         self.var_sp_W = self.var_sp_W + square_W * self.startup_W * self.per_work_W
         self.var_pp_W = self.var_pp_W + square_W * self.per_work_W * self.per_work_W
 
+    def _return(self, x_W: np.ndarray, on_W: np.ndarray) -> None:
+        """In coordinates (v, a) = (time at x, startup): a and its covariances go a step back to the prior, v stays."""
+        keep_W = np.where(on_W, 1.0 - RETURN, 1.0)
+        v_W = self.startup_W + self.per_work_W * x_W
+        var_va_W = self.var_ss_W + x_W * self.var_sp_W
+        var_vv_W = var_va_W + x_W * (self.var_sp_W + x_W * self.var_pp_W)
+        prior_W = STARTUP_SD * STARTUP_SD * v_W * v_W
+        self.startup_W = keep_W * self.startup_W + (1.0 - keep_W) * STARTUP_SHARE * v_W
+        self.per_work_W = (v_W - self.startup_W) / x_W
+        self.var_ss_W = keep_W * keep_W * self.var_ss_W + (1.0 - keep_W * keep_W) * prior_W
+        var_va_W = keep_W * var_va_W
+        self.var_sp_W = (var_va_W - self.var_ss_W) / x_W
+        self.var_pp_W = (var_vv_W - 2.0 * var_va_W + self.var_ss_W) / (x_W * x_W)
+
     def _keep_positive(self, x_W: np.ndarray, on_W: np.ndarray) -> None:
         """No negative startup, and always some cost per work: move the excess from the one to the other."""
         time_W = self.startup_W + self.per_work_W * x_W
@@ -162,6 +187,7 @@ class CostModel:
         now_5xW = np.stack([self.startup_W, self.per_work_W, self.var_ss_W, self.var_sp_W, self.var_pp_W])
         self.kept_5xW = np.where(jump_W, now_5xW, self.kept_5xW)
         self.doubt_W = self.doubt_W | jump_W
+        self.stirred = True
         self._rescale(jump_W, ratio_W, self.noise)
 
     def _rescale(self, who_W: np.ndarray, ratio_W: np.ndarray, sd: float | np.ndarray) -> None:
@@ -186,6 +212,9 @@ class CostModel:
         for name, kept_W in zip(names, self.kept_5xW, strict=True):
             setattr(self, name, np.where(back_W, kept_W, getattr(self, name)))
         self.doubt_W = self.doubt_W & ~asked_W
+        self.stirred = self.stirred or bool(back_W.any())
+        self.passing += float(back_W.sum())
+        self.lasting += float(asked_W.sum() - back_W.sum())
 
     def _change_point(self, z_W: np.ndarray, relative_W: np.ndarray, on_W: np.ndarray, reset_W: np.ndarray) -> None:
         """Window sums of z on dyadic scales: the last s + 1 .. 2 s steps for s = 1, 2, 4, ..., 32."""
@@ -208,6 +237,7 @@ class CostModel:
                 sums_2xSxW[1, k] = 0.0
         changed_W = on_W & (best_W > self.limit)
         if changed_W.any():
+            self.stirred = True
             self._rescale(changed_W, np.maximum(1.0 + shift_W * relative_W, 0.1), self.noise / np.sqrt(length_best_W))
             sums_2xSxW = np.where(changed_W, 0.0, sums_2xSxW)
             self.age_W = np.where(changed_W, 0, self.age_W)

@@ -8,16 +8,17 @@ from hetjax.plan.allocation import solve
 from hetjax.plan.limits import Limits
 
 
-def largest_remainder(share_W: np.ndarray, limits: Limits, batch: int) -> np.ndarray:
+def largest_remainder(share_W: np.ndarray, limits: Limits, batch: int, least: int = 0) -> np.ndarray:
     """floor(q_i) with q_i = batch p_i, the missing samples to the largest fractional parts, lower index first.
 
     Limits that bind are met first and the others share what is left. The unit is the quantum; the last worker with
-    samples takes the remainder of the batch.
+    samples takes the remainder of the batch. Every worker gets `least` units if the batch is enough for that.
     """
     q, share_W = limits.quantum, np.asarray(share_W, np.float64)
     units, remainder = divmod(int(batch), q)
     low_W, cap_W = -(-limits.minimum_W // q), limits.capacity_W // q
-    units_W = _within(share_W, low_W, cap_W, units)
+    floor_W = np.maximum(low_W, np.minimum(least, cap_W))
+    units_W = _within(share_W, floor_W if int(floor_W.sum()) <= units else low_W, cap_W, units)
     if units_W is not None:
         counts_W = units_W * q
         used = np.flatnonzero(counts_W)

@@ -5,11 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from hetjax.plan.controllers.balanced import Balanced
+from hetjax.plan.controllers.dbs import Dbs
+from hetjax.plan.controllers.dp import Dp
+from hetjax.plan.controllers.edp import Edp
 from hetjax.plan.controllers.equal import Equal
+from hetjax.plan.controllers.lbb import Lbb
+from hetjax.plan.controllers.lbbsp import Lbbsp
+from hetjax.plan.controllers.oracle import Oracle
+from hetjax.plan.controllers.proportional import Proportional
 from hetjax.plan.controllers.protocol import Controller, Observation, Plan
 from hetjax.plan.controllers.static import Static
 
-REGISTRY: dict[str, type] = {law.name: law for law in (Balanced, Equal, Static)}
+REGISTRY: dict[str, type] = {
+    law.name: law for law in (Balanced, Dbs, Dp, Edp, Equal, Lbb, Lbbsp, Oracle, Proportional, Static)
+}
 
 
 def make(name: str, **options: Any) -> Controller:
@@ -19,4 +28,20 @@ def make(name: str, **options: Any) -> Controller:
     return REGISTRY[name](**options)
 
 
-__all__ = ["REGISTRY", "Balanced", "Controller", "Equal", "Observation", "Plan", "Static", "make"]
+__all__ = [
+    "REGISTRY",
+    "Balanced",
+    "Controller",
+    "Dbs",
+    "Dp",
+    "Edp",
+    "Equal",
+    "Lbb",
+    "Lbbsp",
+    "Observation",
+    "Oracle",
+    "Plan",
+    "Proportional",
+    "Static",
+    "make",
+]

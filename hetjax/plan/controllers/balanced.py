@@ -24,35 +24,45 @@ class Balanced(Frame):
 
     u being the relative posterior sd of the slowest worker's time: of N estimates that wrong, the largest is about
     sqrt(2 ln N) u too high without any change in the world. Patience grows from 0 to `max_patience` over `quiet` steps
-    without a change: a plan that has served for long is good. A change is followed by `rest` steps in which only a
-    gain above `urgent` counts, so that a plan is judged by several timings. The first timings are used at once.
+    without a change: a plan that has served for long is good. Exceptions:
+
+    - The first timings are used at once.
+    - For `rest` steps after a change only a gain above `urgent` counts, so that a plan is judged by several timings;
+      unless the model was stirred: it found a jump, the end of one, or a change point.
+    - At the `polish` steps after the model was last stirred, a gain above min_gain / 2 + u / 2 is enough: by then the
+      estimates are better than those that the counts in force were made from.
+    - A jump may be a passing one. With p the fraction of jumps so far that lasted, new counts wait for the next timing
+      if (1 - p) x their loss should it pass > p x the loss of waiting should it last.
 
     A worker left without samples is never timed. It gets one quantum again as soon as the steps it has been idle,
-    times the step time, are `retry` times what the trial is expected to cost: trials then cost at most 1 / retry. One
-    that lost its samples to a single strange timing is tried at once.
+    times the step time, are `retry` times what the trial costs if the worker is one sd better than believed. One that
+    lost its samples to a single strange timing is tried at once. Any gain is taken after a trial.
     """
 
     name = "balanced"
-    learned = ("since", "planned", "idle_W")
+    learned = ("since", "calm", "planned", "idle_W", "tried", "tried_seen")
 
     def __init__(
         self,
         min_gain: float = 0.01,
-        max_patience: float = 0.015,
+        max_patience: float = 0.01,
         quiet: int = 256,
         rest: int = 16,
         urgent: float = 0.4,
+        polish: tuple[int, ...] = (64, 176),
         retry: float = 200.0,
     ) -> None:
         self.min_gain, self.max_patience, self.quiet = min_gain, max_patience, quiet
-        self.rest, self.urgent, self.retry = rest, urgent, retry
+        self.rest, self.urgent, self.polish, self.retry = rest, urgent, polish, retry
         super().__init__()
 
     def begin(self, workers: int) -> None:
         self.model = CostModel(workers)
         self.since = 0  # steps since the last change
+        self.calm = 0  # steps since the model was stirred
         self.planned = False  # whether counts have been solved for
         self.idle_W = np.zeros(workers, np.int64)  # steps without samples
+        self.tried, self.tried_seen = -1, 0  # the worker on trial, and its timings before
         self.caution = float(np.sqrt(2.0 * ln(max(workers, 1)))) + 1.5
 
     def observe(self, seen: Observation) -> None:
@@ -66,19 +76,20 @@ class Balanced(Frame):
 
     def decide(self, counts_W: np.ndarray, limits: Limits, epoch: int) -> tuple[np.ndarray, str]:
         self.since += 1
+        self.calm = 0 if self.model.stirred else self.calm + 1
         if not self.model.known:
             return counts_W, ""
-        startup_W, per_work_W = self.model.costs()
+        costs = self.model.costs()
         work_W = limits.work(counts_W)
-        time_W = np.where(counts_W > 0, startup_W + per_work_W * work_W, 0.0)
+        time_W = _times(costs, counts_W, work_W)
         slowest = int(np.argmax(time_W))
         now = float(time_W[slowest])
         needed = self._needed(float(self.model.relative_sd(work_W)[slowest]))
-        if self.planned and now <= (1.0 + needed) * self._bound(startup_W, per_work_W, limits):
+        if now <= (1.0 + needed) * self._bound(*costs, limits):
             return counts_W, ""
-        best = solve(startup_W, per_work_W, limits, self.usual, counts_W, 0.05)
+        best = solve(*costs, limits, self.usual, counts_W, 0.05)
         gain = now / best.time - 1.0 if best.time > 0 else 0.0
-        if self.planned and gain <= needed:
+        if gain <= needed or self._better_wait(counts_W, best.counts_W, gain, limits):
             return counts_W, ""
         why = f"worker {slowest} holds up the others" if self.planned else "first timings"
         self.planned, self.since = True, 0
@@ -86,9 +97,25 @@ class Balanced(Frame):
 
     def _needed(self, noise: float) -> float:
         """The predicted gain from which counts are changed."""
+        if not self.planned:
+            return -1.0
+        if self.tried >= 0 and self.model.seen_W[self.tried] > self.tried_seen:
+            self.tried = -1
+            return 0.0
+        if self.calm in self.polish:
+            return 0.5 * (self.min_gain + noise)
         patience = self.max_patience * min(self.since, self.quiet) / self.quiet
         needed = self.min_gain + patience + self.caution * noise
-        return max(needed, self.urgent) if self.since < self.rest else needed
+        return max(needed, self.urgent) if self.since < self.rest and not self.model.stirred else needed
+
+    def _better_wait(self, counts_W: np.ndarray, new_W: np.ndarray, gain: float, limits: Limits) -> bool:
+        """Whether it is better to see one more timing before following a jump."""
+        if not self.model.doubt_W.any():
+            return False
+        before = self.model.costs_before()
+        old = float(np.max(_times(before, counts_W, limits.work(counts_W))))
+        new = float(np.max(_times(before, new_W, limits.work(new_W))))
+        return self.model.passing * (new / old - 1.0) > self.model.lasting * gain
 
     def _bound(self, startup_W: np.ndarray, per_work_W: np.ndarray, limits: Limits) -> float:
         """A quick lower bound of T*: all workers active, no limits, the cheapest work per sample; 0 if that fails."""
@@ -107,22 +134,30 @@ class Balanced(Frame):
 
     def _trial(self, plan: Plan, limits: Limits) -> Plan:
         """The plan with one quantum for the idle worker that has earned a trial, if any. It holds for one step only."""
-        startup_W, per_work_W = self.model.costs()
+        costs = self.model.costs()
         unit_W = np.minimum(limits.quantum, limits.capacity_W)
-        time_W = startup_W + per_work_W * limits.work(unit_W)
-        now = float(np.max(np.where(plan.counts_W > 0, startup_W + per_work_W * limits.work(plan.counts_W), 0.0)))
+        unit_work_W = limits.work(unit_W)
+        time_W = _times(costs, unit_W, unit_work_W) * (1.0 - self.model.relative_sd(unit_work_W))
+        now = float(np.max(_times(costs, plan.counts_W, limits.work(plan.counts_W))))
         able_W = (plan.counts_W == 0) & (limits.capacity_W >= limits.quantum)
-        earned_W = self.idle_W * now >= self.retry * np.maximum(time_W - now, 0.1 * now)
+        least_W = np.where(self.model.seen_W <= 2, 0.1, 1.0)
+        earned_W = self.idle_W >= self.retry * np.maximum(time_W / now - 1.0, least_W)
         due_W = able_W & (earned_W | self.model.doubt_W)
         if self.usual < limits.quantum or not due_W.any():
             return plan
         worker = int(np.argmax(due_W))
-        minimum_W = limits.minimum_W.copy()
-        minimum_W[worker] = limits.quantum
-        if int(minimum_W.sum()) > self.usual:
+        one = limits.quantum + self.usual % limits.quantum  # should it be the last one, it takes the remainder too
+        mine_W = np.arange(self.workers) == worker
+        minimum_W = np.where(mine_W, limits.quantum, limits.minimum_W)
+        if one > limits.capacity_W[worker] or int(minimum_W.sum()) > self.usual:
             return plan
-        tried = solve(startup_W, per_work_W, replace(limits, minimum_W=minimum_W), self.usual, plan.counts_W, 0.05)
-        self.idle_W[worker] = 0
+        frame = replace(limits, minimum_W=minimum_W, capacity_W=np.where(mine_W, one, limits.capacity_W))
+        others = (
+            np.where(mine_W, 0.0, costs[0]),
+            np.where(mine_W, 0.0, costs[1]),
+        )  # the trial is not to upset the others
+        tried = solve(*others, frame, self.usual, plan.counts_W, 0.05)
+        self.idle_W[worker], self.tried, self.tried_seen = 0, worker, int(self.model.seen_W[worker])
         return Plan(tried.counts_W, plan.changed, f"worker {worker} had no samples: trying it for one step")
 
     def state_dict(self) -> dict[str, Any]:
@@ -131,3 +166,7 @@ class Balanced(Frame):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.model.load_state_dict(state["model"])
+
+
+def _times(costs: tuple[np.ndarray, np.ndarray], counts_W: np.ndarray, work_W: np.ndarray) -> np.ndarray:
+    return np.where(counts_W > 0, costs[0] + costs[1] * work_W, 0.0)
