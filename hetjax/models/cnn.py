@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from hetjax.models.dropout import Dropout
 from hetjax.models.pool import max_pool
+from hetjax.models.precision import Compute, wide
 
 
 class CNN(nnx.Module):
@@ -27,7 +27,7 @@ class CNN(nnx.Module):
         widths: Sequence[int] = (32, 64),
         hidden: int = 128,
         dropout: float = 0.0,
-        dtype: jnp.dtype = jnp.float32,
+        dtype: Compute = None,
         rngs: nnx.Rngs,
     ):
         height, width, channels = input_shape
@@ -47,4 +47,4 @@ class CNN(nnx.Module):
         for conv in self.convs:
             x = max_pool(jax.nn.relu(conv(x)))
         x = jax.nn.relu(self.dense(x.reshape(*x.shape[:-3], -1)))
-        return self.head(self.dropout(x, rngs)).astype(jnp.float32)
+        return wide(self.head(self.dropout(x, rngs)))

@@ -11,10 +11,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from hetjax.models.precision import Compute, wide
+
 
 class GroupNorm(nnx.Module):
-    """scale * (x - mean) / sqrt(variance + epsilon) + bias, with mean and variance in float32 over the pixels and the
-    channels of a group, for x of shape [..., height, width, features]."""
+    """scale * (x - mean) / sqrt(variance + epsilon) + bias for x of shape [..., height, width, features].
+
+    Mean and variance, in float32 or wider, are those of the pixels and the channels of a group.
+    """
 
     def __init__(
         self,
@@ -22,7 +26,7 @@ class GroupNorm(nnx.Module):
         *,
         groups: int = 8,
         epsilon: float = 1e-5,
-        dtype: jnp.dtype = jnp.float32,
+        dtype: Compute = None,
         rngs: nnx.Rngs,
     ):
         self.groups = math.gcd(features, groups)
@@ -32,9 +36,9 @@ class GroupNorm(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(features))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        grouped = x.astype(jnp.float32).reshape(*x.shape[:-1], self.groups, -1)
+        grouped = wide(x).reshape(*x.shape[:-1], self.groups, -1)
         axes = (-4, -3, -1)
         centred = grouped - grouped.mean(axes, keepdims=True)
         variance = jnp.square(centred).mean(axes, keepdims=True)
         normal = (centred * jax.lax.rsqrt(variance + self.epsilon)).reshape(x.shape)
-        return (normal * self.scale + self.bias).astype(self.dtype)
+        return (normal * self.scale + self.bias).astype(self.dtype or x.dtype)

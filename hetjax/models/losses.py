@@ -19,12 +19,12 @@ class Score(NamedTuple):
 def classification(logits_C: jax.Array, label: jax.Array) -> Score:
     """Cross-entropy -log softmax(logits)[label]; weight 1."""
     loss = -jax.nn.log_softmax(logits_C)[label]
-    correct = (jnp.argmax(logits_C) == label).astype(jnp.float32)
+    correct = (jnp.argmax(logits_C) == label).astype(loss.dtype)
     return Score(loss, jnp.ones_like(loss), correct)
 
 
 def next_token(logits_TxV: jax.Array, targets_T: jax.Array, weights_T: jax.Array) -> Score:
     """Weighted sum over the places of a window of -log softmax(logits)[target]; the weight is sum(weights)."""
     loss_T = -jnp.take_along_axis(jax.nn.log_softmax(logits_TxV), targets_T[:, None], axis=-1)[:, 0]
-    correct_T = (jnp.argmax(logits_TxV, axis=-1) == targets_T).astype(jnp.float32)
+    correct_T = (jnp.argmax(logits_TxV, axis=-1) == targets_T).astype(loss_T.dtype)
     return Score(jnp.sum(weights_T * loss_T), jnp.sum(weights_T), jnp.sum(weights_T * correct_T))

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from hetjax.models.dropout import Dropout
+from hetjax.models.precision import Compute, wide
 
 
 class MLP(nnx.Module):
@@ -23,7 +23,7 @@ class MLP(nnx.Module):
         *,
         hidden: Sequence[int] = (256, 256),
         dropout: float = 0.0,
-        dtype: jnp.dtype = jnp.float32,
+        dtype: Compute = None,
         rngs: nnx.Rngs,
     ):
         self.axes = len(input_shape)
@@ -36,4 +36,4 @@ class MLP(nnx.Module):
         x = x.reshape(*x.shape[: x.ndim - self.axes], -1)
         for layer in self.layers:
             x = self.dropout(jax.nn.relu(layer(x)), rngs)
-        return self.head(x).astype(jnp.float32)
+        return wide(self.head(x))

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from hetjax.models.group_norm import GroupNorm
+from hetjax.models.precision import Compute, wide
 
 # norm(features, dtype=..., rngs=...) makes a layer that is called with x [..., height, width, features] alone.
 NormFactory = Callable[..., Callable[[jax.Array], jax.Array]]
@@ -20,7 +20,7 @@ NormFactory = Callable[..., Callable[[jax.Array], jax.Array]]
 class Block(nnx.Module):
     """relu(x + norm(conv(relu(norm(conv(x)))))), with a 1x1 convolution on x where the shape changes."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int, norm: NormFactory, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, inputs: int, outputs: int, stride: int, norm: NormFactory, dtype: Compute, rngs: nnx.Rngs):
         conv = lambda a, b, size, stride: nnx.Conv(
             a, b, (size, size), (stride, stride), use_bias=False, dtype=dtype, rngs=rngs
         )
@@ -51,7 +51,7 @@ class ResNet(nnx.Module):
         blocks: int = 1,
         width: int = 16,
         norm: str | NormFactory = "group",
-        dtype: jnp.dtype = jnp.float32,
+        dtype: Compute = None,
         rngs: nnx.Rngs,
     ):
         if isinstance(norm, str):
@@ -77,4 +77,4 @@ class ResNet(nnx.Module):
         x = jax.nn.relu(self.stem_norm(self.stem(x)))
         for block in self.blocks:
             x = block(x)
-        return self.head(x.mean(axis=(-3, -2))).astype(jnp.float32)
+        return wide(self.head(x.mean(axis=(-3, -2))))

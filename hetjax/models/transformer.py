@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from hetjax.models.dropout import Dropout
+from hetjax.models.precision import Compute, wide
+
+
+def causal_attention(q_TxHxD: jax.Array, k_TxHxD: jax.Array, v_TxHxD: jax.Array) -> jax.Array:
+    """softmax(q k^T / sqrt(D)) v for each head, every place seeing itself and what came before.
+
+    The softmax is taken in float32 or wider; jax.nn.dot_product_attention takes it in float32 always, which would hide
+    from a test in float64 whether two splits agree.
+    """
+    tokens, _, width = q_TxHxD.shape
+    scores_HxTxT = wide(jnp.einsum("thd,shd->hts", q_TxHxD, k_TxHxD)) / math.sqrt(width)
+    seen_TxT = jnp.tri(tokens, dtype=bool)
+    shares_HxTxT = jax.nn.softmax(jnp.where(seen_TxT, scores_HxTxT, -jnp.inf)).astype(v_TxHxD.dtype)
+    return jnp.einsum("hts,shd->thd", shares_HxTxT, v_TxHxD)
 
 
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), dropout on both branches."""
 
-    def __init__(self, width: int, heads: int, dropout: float, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, width: int, heads: int, dropout: float, dtype: Compute, rngs: nnx.Rngs):
         linear = lambda a, b: nnx.Linear(a, b, dtype=dtype, rngs=rngs)
         self.heads = heads
         self.norm1 = nnx.LayerNorm(width, dtype=dtype, rngs=rngs)
@@ -27,7 +43,7 @@ class Block(nnx.Module):
         tokens, width = x_TxD.shape
         query_key_value = self.query_key_value(self.norm1(x_TxD))
         q, k, v = query_key_value.reshape(tokens, 3, self.heads, width // self.heads).swapaxes(0, 1)
-        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(tokens, width)
+        attended = causal_attention(q, k, v).reshape(tokens, width)
         x_TxD = x_TxD + self.dropout(self.project(attended), rngs)
         return x_TxD + self.dropout(self.down(jax.nn.gelu(self.up(self.norm2(x_TxD)))), rngs)
 
@@ -44,14 +60,15 @@ class Transformer(nnx.Module):
         depth: int = 2,
         heads: int = 4,
         dropout: float = 0.1,
-        dtype: jnp.dtype = jnp.float32,
+        dtype: Compute = None,
         rngs: nnx.Rngs,
     ):
         if width % heads:
             raise ValueError(f"A width of {width} cannot be shared by {heads} heads: make it a multiple of them.")
         small = nnx.initializers.normal(0.02)
         self.window = window
-        self.embedding = nnx.Embed(vocab, width, embedding_init=small, dtype=dtype, rngs=rngs)
+        self.dtype = dtype
+        self.embedding = nnx.Param(small(rngs.params(), (vocab, width), jnp.float32))
         self.position = nnx.Param(small(rngs.params(), (window, width), jnp.float32))
         self.dropout = Dropout(dropout)
         self.blocks = nnx.List([Block(width, heads, dropout, dtype, rngs) for _ in range(depth)])
@@ -63,8 +80,10 @@ class Transformer(nnx.Module):
                 f"The transformer takes one sequence of at most {self.window} tokens, but got shape {tokens_T.shape}. "
                 "Use jax.vmap for a batch, and a window as long as the source's."
             )
-        x_TxD = self.embedding(tokens_T)
-        x_TxD = self.dropout(x_TxD + self.position[: len(tokens_T)].astype(x_TxD.dtype), rngs)
+        embedding_VxD = self.embedding[...]
+        x_TxD = embedding_VxD[tokens_T] + self.position[: len(tokens_T)]
+        x_TxD = self.dropout(x_TxD.astype(self.dtype or x_TxD.dtype), rngs)
         for block in self.blocks:
             x_TxD = block(x_TxD, rngs)
-        return self.embedding.attend(self.norm(x_TxD)).astype(jnp.float32)
+        x_TxD = self.norm(x_TxD)
+        return wide(x_TxD @ embedding_VxD.T.astype(x_TxD.dtype))

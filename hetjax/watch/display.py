@@ -53,9 +53,9 @@ class Display:
             self._started = self._next_line = self._clock()
         self._step, self._row = step, plain(row)
         if self._row.get("changed"):
-            self._reason = f"step {step + 1}: {self._row.get('reason') or 'plan changed'}"
+            self._reason = f"step {step}: {self._row.get('reason') or 'plan changed'}"
         if not self.console.is_terminal:
-            last = self.steps is not None and step == self.steps - 1
+            last = self.steps is not None and step == self.steps
             if last or self._clock() >= self._next_line:
                 self._next_line = self._clock() + self.every
                 self.console.print(self.line(), soft_wrap=True, highlight=False)
@@ -95,7 +95,7 @@ class Display:
         head.add_column(no_wrap=True)
         head.add_column(width=24)
         head.add_column(no_wrap=True)
-        bar = ProgressBar(total=self.steps, completed=self._step + 1, width=24) if self.steps else ""
+        bar = ProgressBar(total=self.steps, completed=self._step, width=24) if self.steps else ""
         head.add_row(self._progress(), bar, self._left())
         numbers = Text("  ".join(self._numbers()), no_wrap=True, overflow="ellipsis")
         parts: list[RenderableType] = [Text(self.title, style="bold", no_wrap=True)] if self.title else []
@@ -107,7 +107,7 @@ class Display:
     def _progress(self) -> str:
         of = f"/{self.steps}" if self.steps else ""
         epoch = f"  epoch {self._row['epoch']}" if "epoch" in self._row else ""
-        return f"step {self._step + 1}{of}{epoch}"
+        return f"step {self._step}{of}{epoch}"
 
     def _numbers(self) -> list[str]:
         loss, speed = self._row.get("loss"), self._row.get("samples_per_s")
@@ -119,10 +119,10 @@ class Display:
         return numbers
 
     def _left(self) -> str:
-        done = self._step + 1 - (self._first_step or 0)
-        if not self.steps or done < 2:
+        seen = self._step - (self._first_step or 0)  # steps since the clock was started by the first row
+        if not self.steps or seen < 1:
             return ""
-        seconds = (self._clock() - self._started) / (done - 1) * max(0, self.steps - 1 - self._step)
+        seconds = (self._clock() - self._started) / seen * max(0, self.steps - self._step)
         return f"{int(seconds // 60)}:{int(seconds % 60):02d} left"
 
     def _workers(self) -> Table:

@@ -46,7 +46,9 @@ def run_figure(run: Run) -> Figure:
 def headline(run: Run) -> str:
     """What the run was and how fast, in one line."""
     what = [run.config[key] for key in ("dataset", "model") if isinstance(run.config.get(key), str)]
-    parts = [", ".join([run.name, *what]), f"{run.workers} worker{'s' if run.workers != 1 else ''}"]
+    parts = [", ".join([run.name, *what])]
+    if run.workers:
+        parts.append(f"{run.workers} worker{'s' if run.workers > 1 else ''}")
     speed, efficiency = run.summary.get("samples_per_s"), run.summary.get("efficiency")
     if isinstance(speed, (int, float)):
         parts.append(f"{speed:,.0f} samples/s")

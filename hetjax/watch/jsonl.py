@@ -17,16 +17,16 @@ CONFIG = "config.json"
 class JsonlTracker:
     """Writes a line per step and hands it to the operating system at once: a kill loses at most the line in writing.
 
-    `first_step` is the step that a run starts or resumes with: lines of earlier steps are kept, later ones (and a
-    half-written last one) go, because they are about to happen again. 0 starts afresh.
+    `done` is the number of steps that a resumed run has behind it: their lines are kept, later ones (and a half-written
+    last one) go, because they are about to happen again. 0 starts afresh.
     """
 
-    def __init__(self, folder: str | Path, *, first_step: int = 0):
+    def __init__(self, folder: str | Path, *, done: int = 0):
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / METRICS
         if path.exists():
-            _keep_before(path, first_step)
+            _keep_until(path, done)
         (self.folder / SUMMARY).unlink(missing_ok=True)  # the summary of an earlier run must not outlive its metrics
         self._file = path.open("a", encoding="utf-8")
 
@@ -58,9 +58,9 @@ def parse_line(line: str) -> dict[str, Any] | None:
     return row if isinstance(step, int) and not isinstance(step, bool) else None
 
 
-def _keep_before(path: Path, first_step: int) -> None:
+def _keep_until(path: Path, done: int) -> None:
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    kept = [line for line in lines if (row := parse_line(line)) is not None and row["step"] < first_step]
+    kept = [line for line in lines if (row := parse_line(line)) is not None and row["step"] <= done]
     draft = path.with_name(path.name + ".draft")
     draft.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
     os.replace(draft, path)

@@ -17,7 +17,7 @@ def counts_panel(axes: Axes, run: Run) -> None:
     full = np.flatnonzero(run.full_S)
     shown = full[thinned(len(full))]
     counts_SxW = np.nan_to_num(run.counts_SxW[shown])
-    edges = np.append(run.step_S[shown], run.step_S[shown[-1]] + 1)
+    edges = np.append(run.step_S[shown[0]] - 1, run.step_S[shown])  # the layer of step k lies left of k
     level = np.zeros(len(shown))
     for worker in range(run.workers):
         above = level + counts_SxW[:, worker]
@@ -79,7 +79,7 @@ def efficiency_panel(axes: Axes, run: Run) -> None:
             label="counts changed",
         )
         axes.legend(loc="lower right", bbox_to_anchor=(1, 0.06), frameon=False)
-    axes.set(xlabel="step", xlim=(run.step_S[0], max(run.step_S[-1], run.step_S[0] + 1)))
+    axes.set(xlabel="step", xlim=(run.step_S[0] - 1, run.step_S[-1]))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 

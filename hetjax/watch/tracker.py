@@ -12,7 +12,10 @@ Row = Mapping[str, Any]
 
 
 class Tracker(Protocol):
-    """Told what happens; must never change it. `row` has the keys of a line of metrics.jsonl, `step` aside."""
+    """Told what happens; must never change it.
+
+    Steps count from 1: `step` is the number of steps done. `row` has the other keys of a line of metrics.jsonl.
+    """
 
     def log(self, step: int, row: Row) -> None: ...
 

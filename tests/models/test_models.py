@@ -1,7 +1,7 @@
 """Models: one example at a time, split-invariant, and able to learn."""
 
 import re
-from functools import partial
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from flax import nnx
 from hetjax.data import Description, fetch, load
 from hetjax.models import Transformer, classification, make, next_token
 from hetjax.models.pool import max_pool
+from hetjax.models.transformer import causal_attention
 
 IMAGES = Description("images", (8, 8, 1), classes=10)
 WORDS = Description("words", (16,), vocab=32)
@@ -23,9 +24,16 @@ SMALL = {
 }
 
 
-def small(name, seed=0, **options):
+@lru_cache
+def small(name, **options):
+    """A small model, made once: no test changes it."""
     description = WORDS if name == "transformer" else IMAGES
-    return make(name, description, nnx.Rngs(seed), **SMALL[name], **options)
+    return make(name, description, nnx.Rngs(0), **SMALL[name], **options)
+
+
+def outline(name, description=IMAGES, **options):
+    """The same with shapes for numbers, where only the structure matters."""
+    return nnx.eval_shape(lambda: make(name, description, nnx.Rngs(0), **SMALL[name], **options))
 
 
 def batch_for(name, rows=6, seed=0):
@@ -57,8 +65,8 @@ def split_scores(graph, params, batch, keys=None):
     return jax.vmap(one, in_axes=(0, None if keys is None else 0))(batch, keys)
 
 
-def mean_loss(graph, params, batch, keys=None):
-    told = split_scores(graph, params, batch, keys)
+def mean_loss(graph, params, batch):
+    told = split_scores(graph, params, batch)
     return told.loss.sum() / told.weight.sum()
 
 
@@ -66,10 +74,9 @@ def mean_loss(graph, params, batch, keys=None):
 def test_a_step_downhill_lowers_the_loss(name):
     graph, params = nnx.split(small(name), nnx.Param)
     batch = batch_for(name)
-    keys = jax.random.split(jax.random.key(1), 6)
     value_and_grad = jax.jit(jax.value_and_grad(mean_loss, argnums=1), static_argnums=0)
-    before, grads = value_and_grad(graph, params, batch, keys)
-    after, _ = value_and_grad(graph, jax.tree.map(lambda p, g: p - 0.02 * g, params, grads), batch, keys)
+    before, grads = value_and_grad(graph, params, batch)
+    after, _ = value_and_grad(graph, jax.tree.map(lambda p, g: p - 0.02 * g, params, grads), batch)
     assert np.isfinite(before)
     assert after < before
     assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(grads)), "a parameter that nothing depends on"
@@ -78,7 +85,9 @@ def test_a_step_downhill_lowers_the_loss(name):
 @pytest.mark.parametrize("name", SMALL)
 def test_parameters_are_the_only_state(name):
     """Nothing random and no statistics inside: what a sample computes depends on the sample, its key and the params."""
-    _, params, rest = nnx.split(small(name, **({} if name == "resnet" else {"dropout": 0.5})), nnx.Param, ...)
+    options = {} if name == "resnet" else {"dropout": 0.5}
+    model = outline(name, WORDS if name == "transformer" else IMAGES, **options)
+    _, params, rest = nnx.split(model, nnx.Param, ...)
     assert not jax.tree.leaves(rest)
     assert {p.dtype for p in jax.tree.leaves(params)} == {jnp.dtype("float32")}
 
@@ -111,11 +120,23 @@ def test_bfloat16_computes_coarsely_and_keeps_float32_parameters(name):
     example = batch_for(name)["tokens" if name == "transformer" else "image"][0]
     assert coarse(example).dtype == jnp.float32
     heavy = re.findall(r":(\w+)\[[^=]*= (?:dot_general|conv_general_dilated)\[", str(jax.make_jaxpr(coarse)(example)))
-    assert heavy.count("f32") == (name == "transformer"), "only the attention scores come out in float32"
-    assert heavy.count("bf16") > 1
+    assert len(heavy) > 1
+    assert set(heavy) == {"bf16"}
     np.testing.assert_allclose(coarse(example), fine(example), atol=0.1)
     assert not np.array_equal(coarse(example), fine(example))
     assert {p.dtype for p in jax.tree.leaves(nnx.state(small(name, dtype=jnp.bfloat16)))} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_double_precision_goes_all_the_way(name):
+    """With float64 parameters and inputs nothing inside falls back to float32, so that splits can be compared."""
+    with jax.enable_x64(True):
+        graph, params = nnx.split(outline(name, WORDS if name == "transformer" else IMAGES), nnx.Param)
+        params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float64), params)
+        batch = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, batch_for(name, rows=2))
+        text = str(jax.make_jaxpr(partial(split_scores, graph))(params, batch))
+    assert "f64" in text
+    assert "f32" not in text
 
 
 @pytest.mark.parametrize("shape", [(8, 8, 3), (2, 7, 5, 3)])
@@ -139,8 +160,9 @@ def test_no_gradient_of_a_window_reduction_in_the_cnn():
 @pytest.mark.parametrize("shape", [(28, 28, 1), (4, 4, 3), (9, 5, 2)])
 def test_cnn_and_resnet_fit_images_of_many_sizes(shape):
     for name in ("cnn", "resnet"):
-        model = make(name, Description("images", shape, classes=7), nnx.Rngs(0), **SMALL[name])
-        assert jax.eval_shape(model, jnp.zeros(shape)).shape == (7,)
+        graph, params = nnx.split(outline(name, Description("images", shape, classes=7)))
+        logits = jax.eval_shape(lambda params, x, graph=graph: nnx.merge(graph, params)(x), params, jnp.zeros(shape))
+        assert logits.shape == (7,)
 
 
 def test_resnet_takes_its_norm_from_outside():
@@ -164,6 +186,12 @@ def test_the_transformer_does_not_look_ahead():
         changed = model(tokens.at[place].set(31))
         np.testing.assert_allclose(changed[:place], logits[:place], atol=1e-5)
         assert not np.allclose(changed[place], logits[place], atol=1e-3)
+
+
+def test_attention_is_that_of_jax():
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 7, 2, 5))
+    expected = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    np.testing.assert_allclose(causal_attention(q, k, v), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_tokens_without_weight_do_not_count():

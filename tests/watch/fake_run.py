@@ -36,8 +36,8 @@ def write_fake_run(
     )
     tracker = JsonlTracker(folder)
     seconds, samples, before = 0.0, 0, None
-    for step in range(steps):
-        size = batch if (step + 1) % epoch_steps else batch * 2 // 5
+    for step in range(1, steps + 1):
+        size = batch if step % epoch_steps else batch * 2 // 5
         share_W = np.full(workers, 1 / workers)
         if balanced and step >= change_at:
             true_W = speed_W / speed_W.sum()
@@ -47,7 +47,7 @@ def write_fake_run(
         times_W = (0.002 + counts_W * row_time / speed_W) * rng.normal(1, 0.04, workers)
         times_W[counts_W == 0] = np.nan
         step_time = np.nanmax(times_W) + 0.008 * rng.uniform(0.8, 1.3)
-        if step == 0:
+        if step == 1:
             times_W[:] = np.nan
         seconds, samples = seconds + step_time, samples + size
         changed = before is not None and size == batch and len(before) == workers and bool(np.any(before != counts_W))
@@ -56,7 +56,7 @@ def write_fake_run(
         tracker.log(
             step,
             {
-                "epoch": step // epoch_steps,
+                "epoch": (step - 1) // epoch_steps,
                 "loss": 0.05 + 2.3 * np.exp(-step / 30) * rng.normal(1, 0.06),
                 "counts": counts_W,
                 "times": times_W,

@@ -35,7 +35,7 @@ def picture(display):
 
 def shown(workers=4, width=80, height=24, title="digits, cnn, balanced", **changes):
     display = Display(400, title=title, ideal=5000.0, console=console(width, height))
-    display.log(119, row(workers, **changes))
+    display.log(120, row(workers, **changes))
     display.close()
     return picture(display)
 
@@ -77,6 +77,16 @@ def test_workers_that_do_not_fit_are_summed_up():
     assert "busy 64% to 80%" in line
 
 
+def test_the_time_left_follows_from_the_steps_seen():
+    now = [100.0]
+    display = Display(110, console=console(), clock=lambda: now[0])
+    display.log(11, row())  # a resumed run: its first step is not number 1
+    now[0] += 5 * 2.0
+    display.log(16, row())
+    display.close()
+    assert "3:08 left" in picture(display), "94 steps of 2 s"
+
+
 def test_a_loss_that_is_not_finite_is_said():
     assert "loss not finite" in shown(loss=float("nan"))
 
@@ -89,7 +99,7 @@ def test_plain_lines_come_at_intervals_first_and_last():
     now = [0.0]
     out = console(terminal=False)
     display = Display(100, ideal=5000.0, every=5, console=out, clock=lambda: now[0])
-    for step in range(100):
+    for step in range(1, 101):
         now[0] = step * 0.1
         display.log(step, row())
     display.summary({"steps": 100, "wall_s": 9.9, "samples_per_s": 4321.0, "efficiency": 0.93, "test_accuracy": 0.97})
@@ -104,15 +114,15 @@ def test_plain_lines_come_at_intervals_first_and_last():
 
 def test_many_counts_are_shortened_in_a_line():
     out = console(terminal=False)
-    Display(console=out).log(0, row(32))
+    Display(console=out).log(1, row(32))
     assert "counts 25 to 100" in out.file.getvalue()
 
 
 def test_the_live_picture_is_redrawn_by_its_own_thread_and_stops():
     out = console()
     display = Display(2, console=out)
-    display.log(0, row())
     display.log(1, row())
+    display.log(2, row())
     display.summary({"steps": 2})
     display.close()
     assert "step 2/2" in out.file.getvalue()

@@ -85,11 +85,11 @@ def test_the_strip_shows_steps_before_and_after_balancing(tmp_path):
     run = read_run(write_fake_run(tmp_path, change_at=12, steps=79))
     before, after = strip_steps(run)
     assert list(run.step_S[before]) == [9, 10, 11]
-    assert list(run.step_S[after]) == [76, 77, 78]
+    assert list(run.step_S[after]) == [77, 78, 79]
     equal = read_run(write_fake_run(tmp_path / "equal", balanced=False, steps=79))
     before, after = strip_steps(equal)
-    assert list(before) == [1, 2, 3], "step 0 was not timed"
-    assert list(after) == [76, 77, 78]
+    assert list(equal.step_S[before]) == [2, 3, 4], "step 1 was not timed"
+    assert list(equal.step_S[after]) == [77, 78, 79]
 
 
 def test_the_short_last_step_of_an_epoch_is_no_change_of_plan(tmp_path):
@@ -159,7 +159,7 @@ def odd_summary(folder):
 
 def fewer_workers_later(folder):
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 30, "loss": 1, "counts": [512, 512], "times": [0.1, 0.2], "step_time": 0.3}\n')
+        file.write('{"step": 31, "loss": 1, "counts": [512, 512], "times": [0.1, 0.2], "step_time": 0.3}\n')
 
 
 @pytest.mark.parametrize(

@@ -52,23 +52,23 @@ def test_a_row_comes_back_as_json(tmp_path):
 
 def test_a_resumed_run_continues_where_it_was(tmp_path):
     tracker = JsonlTracker(tmp_path)
-    for step in range(6):
+    for step in range(1, 7):
         tracker.log(step, {"loss": step})
     tracker.summary({"steps": 6})
     tracker.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 6, "los')  # killed here
-    tracker = JsonlTracker(tmp_path, first_step=4)
+        file.write('{"step": 7, "los')  # killed here
+    tracker = JsonlTracker(tmp_path, done=3)
     assert not (tmp_path / "summary.json").exists()
     tracker.log(4, {"loss": 40})
     tracker.close()
-    assert [(row["step"], row["loss"]) for row in lines(tmp_path)] == [(0, 0), (1, 1), (2, 2), (3, 3), (4, 40)]
+    assert [(row["step"], row["loss"]) for row in lines(tmp_path)] == [(1, 1), (2, 2), (3, 3), (4, 40)]
 
 
 def test_a_new_run_does_not_keep_the_old_one(tmp_path):
     for _ in range(2):
         tracker = JsonlTracker(tmp_path)
-        tracker.log(0, {"loss": 1})
+        tracker.log(1, {"loss": 1})
         tracker.close()
     assert len(lines(tmp_path)) == 1
 
