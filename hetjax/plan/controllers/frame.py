@@ -29,6 +29,7 @@ class Frame:
         self.usual = 0  # the batch of a full step
         self.short = 0  # the batch of the step before, if it was less than usual
         self.counts_W: np.ndarray | None = None
+        self._checked: Limits | None = None  # the limits that the counts are known to keep
         self.begin(workers)
 
     def begin(self, workers: int) -> None:
@@ -62,11 +63,13 @@ class Frame:
             self.counts_W = self.fit(batch, np.ones(self.workers), limits)
             return Plan(self.counts_W, False, "first plan")
         before_W, reason = self.counts_W, ""
-        if batch != self.usual or not allowed(before_W, limits, batch):
+        fits = limits is self._checked or allowed(before_W, limits, batch)
+        if batch != self.usual or not fits:
             reason = f"batch is now {batch}" if batch != self.usual else "limits have changed"
             self.usual = batch
             self.counts_W = self.fit(batch, before_W, limits)
         self.counts_W, why = self.decide(self.counts_W, limits, epoch)
+        self._checked = limits
         return Plan(self.counts_W, not np.array_equal(self.counts_W, before_W), why or reason)
 
     def state_dict(self) -> dict[str, Any]:
