@@ -12,17 +12,17 @@ from hetjax.models.dropout import Dropout
 from hetjax.models.precision import Compute, wide
 
 
-def causal_attention(q_TxHxD: jax.Array, k_TxHxD: jax.Array, v_TxHxD: jax.Array) -> jax.Array:
+def causal_attention(q_HxTxD: jax.Array, k_HxTxD: jax.Array, v_HxTxD: jax.Array) -> jax.Array:
     """softmax(q k^T / sqrt(D)) v for each head, every place seeing itself and what came before.
 
     The softmax is taken in float32 or wider; jax.nn.dot_product_attention takes it in float32 always, which would hide
     from a test in float64 whether two splits agree.
     """
-    tokens, _, width = q_TxHxD.shape
-    scores_HxTxT = wide(jnp.einsum("thd,shd->hts", q_TxHxD, k_TxHxD)) / math.sqrt(width)
+    _, tokens, width = q_HxTxD.shape
+    scores_HxTxT = wide(q_HxTxD @ k_HxTxD.swapaxes(1, 2)) / math.sqrt(width)
     seen_TxT = jnp.tri(tokens, dtype=bool)
-    shares_HxTxT = jax.nn.softmax(jnp.where(seen_TxT, scores_HxTxT, -jnp.inf)).astype(v_TxHxD.dtype)
-    return jnp.einsum("hts,shd->thd", shares_HxTxT, v_TxHxD)
+    shares_HxTxT = jax.nn.softmax(jnp.where(seen_TxT, scores_HxTxT, -jnp.inf))
+    return shares_HxTxT.astype(v_HxTxD.dtype) @ v_HxTxD
 
 
 class Block(nnx.Module):
@@ -41,9 +41,9 @@ class Block(nnx.Module):
 
     def __call__(self, x_TxD: jax.Array, rngs: nnx.Rngs | None) -> jax.Array:
         tokens, width = x_TxD.shape
-        query_key_value = self.query_key_value(self.norm1(x_TxD))
-        q, k, v = query_key_value.reshape(tokens, 3, self.heads, width // self.heads).swapaxes(0, 1)
-        attended = causal_attention(q, k, v).reshape(tokens, width)
+        together = self.query_key_value(self.norm1(x_TxD)).reshape(tokens, 3, self.heads, width // self.heads)
+        attended_HxTxD = causal_attention(*together.transpose(1, 2, 0, 3))
+        attended = attended_HxTxD.swapaxes(0, 1).reshape(tokens, width)
         x_TxD = x_TxD + self.dropout(self.project(attended), rngs)
         return x_TxD + self.dropout(self.down(jax.nn.gelu(self.up(self.norm2(x_TxD)))), rngs)
 

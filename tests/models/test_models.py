@@ -189,9 +189,9 @@ def test_the_transformer_does_not_look_ahead():
 
 
 def test_attention_is_that_of_jax():
-    q, k, v = jax.random.normal(jax.random.key(0), (3, 7, 2, 5))
-    expected = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    np.testing.assert_allclose(causal_attention(q, k, v), expected, rtol=1e-5, atol=1e-6)
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 7, 5))
+    expected = jax.nn.dot_product_attention(*(x.swapaxes(0, 1) for x in (q, k, v)), is_causal=True)
+    np.testing.assert_allclose(causal_attention(q, k, v).swapaxes(0, 1), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_tokens_without_weight_do_not_count():
