@@ -60,7 +60,7 @@ def parse_line(line: str) -> dict[str, Any] | None:
 
 def _keep_until(path: Path, done: int) -> None:
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    kept = [line for line in lines if (row := parse_line(line)) is not None and row["step"] <= done]
+    kept = [line for line in lines if (row := parse_line(line)) is not None and 0 < row["step"] <= done]
     draft = path.with_name(path.name + ".draft")
     draft.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
     os.replace(draft, path)

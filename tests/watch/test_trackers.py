@@ -66,11 +66,12 @@ def test_a_resumed_run_continues_where_it_was(tmp_path):
 
 
 def test_a_new_run_does_not_keep_the_old_one(tmp_path):
-    for _ in range(2):
+    for loss in (5, 6):
         tracker = JsonlTracker(tmp_path)
-        tracker.log(1, {"loss": 1})
+        for step in range(3):  # whatever its steps are called
+            tracker.log(step, {"loss": loss})
         tracker.close()
-    assert len(lines(tmp_path)) == 1
+    assert [row["loss"] for row in lines(tmp_path)] == [6, 6, 6]
 
 
 def test_composite_tells_all_in_order():
