@@ -13,7 +13,7 @@ ln t given as `noise`. Unless a trace says otherwise: N = 4, B = 512, share = 0.
 | slow50 | quiet | rates 1 1 1 0.02 |
 | fleet1024 | quiet | N = 1,024, B = 32,768; 50% at 1, 30% at 0.75, 20% at 0.5, each +- 8%; shuffled |
 | step | disturbed | rates 3 2 1.5 1; worker 0 becomes 2x slower at 1/4, worker 2 at 1/2; both recover at 3/4 |
-| drift | disturbed | rates 3 2 1.5 1; cost of worker 0 times 1 .. 2, of worker 3 times 1 .. 0.6, linearly to the end |
+| drift | disturbed | rates 3 2 1.5 1; cost of worker 0 times 1 .. 2, of worker 3 times 1 .. 0.6 in 1,200 steps |
 | dbs | disturbed | equal rates, epochs of 30 s; with probability 0.1 each a worker loses 5-10 s an epoch for 4-20 |
 | bursts | disturbed | rates 3 2 1.5 1; with probability 1/250 a step a worker is 1.5-3x slower for 10-60 steps |
 | spikes | disturbed | rates 3 2 1.5 1; with probability 1/200 a single step of a worker takes 3-10x as long |
@@ -30,7 +30,6 @@ from hetjax.plan.limits import Limits
 from hetjax.plan.virtual_time import Trace
 
 MIXED = (3.0, 2.0, 1.5, 1.0)
-STEPS = 1200
 
 
 def constant(
@@ -84,8 +83,8 @@ def step_change(steps: int, seed: int) -> Trace:
 
 def drift(steps: int, seed: int) -> Trace:
     factor_TxW = np.ones((steps, 4))
-    factor_TxW[:, 0] = np.linspace(1.0, 2.0, steps)
-    factor_TxW[:, 3] = np.linspace(1.0, 0.6, steps)
+    factor_TxW[:, 0] = 1.0 + np.arange(steps) / 1200
+    factor_TxW[:, 3] = 1.0 - 0.4 * np.arange(steps) / 1200
     return varying(constant("drift", steps=steps), factor_TxW)
 
 

@@ -42,7 +42,7 @@ class CostModel:
 
     saved = (
         "startup_W", "per_work_W", "var_ss_W", "var_sp_W", "var_pp_W", "seen_W", "noise", "weight",
-        "doubt_W", "kept_5xW", "sums_2xSxW", "clock", "age_W", "stirred", "lasting", "passing",
+        "doubt_W", "kept_5xW", "sums_2xSxW", "clock", "age_W", "jumped", "passed", "shifted", "lasting", "passing",
     )  # fmt: skip
 
     def __init__(self, workers: int) -> None:
@@ -56,7 +56,7 @@ class CostModel:
         self.sums_2xSxW = np.zeros((2, CHANGE_SCALES, workers))  # sums of z: last full block, block now filling
         self.clock = 0
         self.age_W = np.zeros(workers, np.int64)
-        self.stirred = False  # whether a jump, its end or a change point was found in the last step
+        self.jumped = self.passed = self.shifted = False  # in the last step: a jump, one taken back, a change point
         self.lasting, self.passing = 1.0, 1.0  # jumps that stayed and that were taken back, one of each assumed
         self.limit = CHANGE_LIMIT + ln(max(workers, 1))
 
@@ -88,7 +88,7 @@ class CostModel:
 
     def observe(self, work_W: np.ndarray, times_W: np.ndarray, valid_W: np.ndarray) -> None:
         """Learn the times of one step. Entries outside `valid_W` are not looked at."""
-        self.stirred = False
+        self.jumped = self.passed = self.shifted = False
         valid_W = valid_W & (work_W > 0)
         first_W = valid_W & (self.seen_W == 0)
         later_W = valid_W & ~first_W
@@ -187,7 +187,7 @@ class CostModel:
         now_5xW = np.stack([self.startup_W, self.per_work_W, self.var_ss_W, self.var_sp_W, self.var_pp_W])
         self.kept_5xW = np.where(jump_W, now_5xW, self.kept_5xW)
         self.doubt_W = self.doubt_W | jump_W
-        self.stirred = True
+        self.jumped = True
         self._rescale(jump_W, ratio_W, self.noise)
 
     def _rescale(self, who_W: np.ndarray, ratio_W: np.ndarray, sd: float | np.ndarray) -> None:
@@ -212,7 +212,7 @@ class CostModel:
         for name, kept_W in zip(names, self.kept_5xW, strict=True):
             setattr(self, name, np.where(back_W, kept_W, getattr(self, name)))
         self.doubt_W = self.doubt_W & ~asked_W
-        self.stirred = self.stirred or bool(back_W.any())
+        self.passed = bool(back_W.any())
         self.passing += float(back_W.sum())
         self.lasting += float(asked_W.sum() - back_W.sum())
 
@@ -237,7 +237,7 @@ class CostModel:
                 sums_2xSxW[1, k] = 0.0
         changed_W = on_W & (best_W > self.limit)
         if changed_W.any():
-            self.stirred = True
+            self.shifted = True
             self._rescale(changed_W, np.maximum(1.0 + shift_W * relative_W, 0.1), self.noise / np.sqrt(length_best_W))
             sums_2xSxW = np.where(changed_W, 0.0, sums_2xSxW)
             self.age_W = np.where(changed_W, 0, self.age_W)

@@ -13,6 +13,7 @@ from hetjax.plan.controllers.protocol import Observation, Plan
 from hetjax.plan.cost_model import CostModel
 from hetjax.plan.limits import Limits
 from hetjax.plan.logarithm import ln
+from hetjax.plan.rounding import allowed
 
 
 class Balanced(Frame):
@@ -24,15 +25,18 @@ class Balanced(Frame):
 
     u being the relative posterior sd of the slowest worker's time: of N estimates that wrong, the largest is about
     sqrt(2 ln N) u too high without any change in the world. Patience grows from 0 to `max_patience` over `quiet` steps
-    without a change: a plan that has served for long is good. Exceptions:
+    without a change: a plan that has served for long is good. The factor of u is divided by 1 + the number of jumps
+    and change points of late (forgotten over `quiet` steps): where things do change, changes are not false. Exceptions:
 
     - The first timings are used at once.
-    - For `rest` steps after a change only a gain above `urgent` counts, so that a plan is judged by several timings;
-      unless the model was stirred: it found a jump, the end of one, or a change point.
-    - At the `polish` steps after the model was last stirred, a gain above min_gain / 2 + u / 2 is enough: by then the
-      estimates are better than those that the counts in force were made from.
+    - For `rest` steps after a change (twice as many in much noise) only a gain above `urgent` counts, so that a plan
+      is judged by several timings; unless the model has just found a jump or a change point.
+    - At the `polish` steps after that, or after the first plan, a gain above (min_gain + u) / 2 is enough: by then the
+      estimates are better than those that the counts in force were made from. Where there was one, also
+      at the `hasty` steps.
     - A jump may be a passing one. With p the fraction of jumps so far that lasted, new counts wait for the next timing
-      if (1 - p) x their loss should it pass > p x the loss of waiting should it last.
+      if (1 - p) x their loss should it pass > p x the loss of waiting should it last. Counts that followed a jump are
+      taken back with it.
 
     A worker left without samples is never timed. It gets one quantum again as soon as the steps it has been idle,
     times the step time, are `retry` times what the trial costs if the worker is one sd better than believed. One that
@@ -40,7 +44,7 @@ class Balanced(Frame):
     """
 
     name = "balanced"
-    learned = ("since", "calm", "planned", "idle_W", "tried", "tried_seen")
+    learned = ("since", "calm", "unrest", "planned", "before_W", "idle_W", "tried", "tried_seen")
 
     def __init__(
         self,
@@ -49,17 +53,20 @@ class Balanced(Frame):
         quiet: int = 256,
         rest: int = 16,
         urgent: float = 0.4,
-        polish: tuple[int, ...] = (64, 176),
+        polish: tuple[int, ...] = (80, 176),
+        hasty: tuple[int, ...] = (2, 4, 8),
         retry: float = 200.0,
     ) -> None:
         self.min_gain, self.max_patience, self.quiet = min_gain, max_patience, quiet
-        self.rest, self.urgent, self.polish, self.retry = rest, urgent, polish, retry
+        self.rest, self.urgent, self.polish, self.hasty, self.retry = rest, urgent, polish, hasty, retry
         super().__init__()
 
     def begin(self, workers: int) -> None:
         self.model = CostModel(workers)
         self.since = 0  # steps since the last change
-        self.calm = 0  # steps since the model was stirred
+        self.calm = 0  # steps since the last jump or change point
+        self.unrest = 0.0  # jumps and change points of late
+        self.before_W: np.ndarray | None = None  # counts before those that followed a jump still in doubt
         self.planned = False  # whether counts have been solved for
         self.idle_W = np.zeros(workers, np.int64)  # steps without samples
         self.tried, self.tried_seen = -1, 0  # the worker on trial, and its timings before
@@ -76,9 +83,13 @@ class Balanced(Frame):
 
     def decide(self, counts_W: np.ndarray, limits: Limits, epoch: int) -> tuple[np.ndarray, str]:
         self.since += 1
-        self.calm = 0 if self.model.stirred else self.calm + 1
+        self._feel()
         if not self.model.known:
             return counts_W, ""
+        if self.before_W is not None and not self.model.doubt_W.any():
+            before_W, self.before_W = self.before_W, None
+            if self.model.passed and allowed(before_W, limits, self.usual):
+                return before_W, "the strange timing was a single one: back to the counts before"
         costs = self.model.costs()
         work_W = limits.work(counts_W)
         time_W = _times(costs, counts_W, work_W)
@@ -92,8 +103,20 @@ class Balanced(Frame):
         if gain <= needed or self._better_wait(counts_W, best.counts_W, gain, limits):
             return counts_W, ""
         why = f"worker {slowest} holds up the others" if self.planned else "first timings"
+        if self.model.doubt_W.any() and self.before_W is None:
+            self.before_W = counts_W
         self.planned, self.since = True, 0
         return best.counts_W, f"{why}: predicted gain {100 * gain:.0f}%"
+
+    def _feel(self) -> None:
+        """How restless the workers are."""
+        model = self.model
+        self.unrest *= 1.0 - 1.0 / self.quiet
+        if model.jumped or model.shifted:
+            self.unrest += 1.0
+            self.calm = 0
+        else:
+            self.calm += 1
 
     def _needed(self, noise: float) -> float:
         """The predicted gain from which counts are changed."""
@@ -102,11 +125,13 @@ class Balanced(Frame):
         if self.tried >= 0 and self.model.seen_W[self.tried] > self.tried_seen:
             self.tried = -1
             return 0.0
-        if self.calm in self.polish:
+        if self.calm in self.polish or (self.unrest > 0 and self.calm in self.hasty):
             return 0.5 * (self.min_gain + noise)
         patience = self.max_patience * min(self.since, self.quiet) / self.quiet
-        needed = self.min_gain + patience + self.caution * noise
-        return max(needed, self.urgent) if self.since < self.rest and not self.model.stirred else needed
+        needed = self.min_gain + patience + self.caution / (1.0 + self.unrest) * noise
+        # Rest until the mean of the timings is good to some 2%, but not for ever.
+        rest = self.rest * min(max(200.0 * self.model.noise * self.model.noise, 1.0), 2.0)
+        return max(needed, self.urgent) if self.since < rest and self.calm > 0 else needed
 
     def _better_wait(self, counts_W: np.ndarray, new_W: np.ndarray, gain: float, limits: Limits) -> bool:
         """Whether it is better to see one more timing before following a jump."""
@@ -157,6 +182,8 @@ class Balanced(Frame):
             np.where(mine_W, 0.0, costs[1]),
         )  # the trial is not to upset the others
         tried = solve(*others, frame, self.usual, plan.counts_W, 0.05)
+        if earned_W[worker]:  # counts change anyway: polish those that will be in force after the trial
+            self.counts_W = solve(*costs, limits, self.usual, plan.counts_W, 0.05).counts_W
         self.idle_W[worker], self.tried, self.tried_seen = 0, worker, int(self.model.seen_W[worker])
         return Plan(tried.counts_W, plan.changed, f"worker {worker} had no samples: trying it for one step")
 
