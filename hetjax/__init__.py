@@ -1,1 +1,62 @@
-"""hetjax: data-parallel JAX training on devices of unequal and changing speed."""
+"""hetjax: data-parallel JAX training on devices of unequal and changing speed, all of them kept busy."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hetjax.history import History, Record
+    from hetjax.plan.allocation import solve
+    from hetjax.run.contract import Example
+    from hetjax.run.from_flax import FlaxModel, from_linen, from_nnx
+    from hetjax.run.norm import BatchNorm, LinenBatchNorm
+    from hetjax.run.simulate import Simulation
+    from hetjax.run.update import State, running_average
+    from hetjax.trainer import NonFiniteError, Trainer
+
+# Loaded when first used, so that planning (hetjax.plan) never pulls JAX in.
+_HOME = {
+    "BatchNorm": "hetjax.run.norm",
+    "Example": "hetjax.run.contract",
+    "FlaxModel": "hetjax.run.from_flax",
+    "History": "hetjax.history",
+    "LinenBatchNorm": "hetjax.run.norm",
+    "NonFiniteError": "hetjax.trainer",
+    "Record": "hetjax.history",
+    "Simulation": "hetjax.run.simulate",
+    "State": "hetjax.run.update",
+    "Trainer": "hetjax.trainer",
+    "from_linen": "hetjax.run.from_flax",
+    "from_nnx": "hetjax.run.from_flax",
+    "running_average": "hetjax.run.update",
+    "solve": "hetjax.plan.allocation",
+}
+
+__version__ = "0.1.0"
+__all__ = [
+    "BatchNorm",
+    "Example",
+    "FlaxModel",
+    "History",
+    "LinenBatchNorm",
+    "NonFiniteError",
+    "Record",
+    "Simulation",
+    "State",
+    "Trainer",
+    "from_linen",
+    "from_nnx",
+    "running_average",
+    "solve",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'hetjax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

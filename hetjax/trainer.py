@@ -111,7 +111,9 @@ class Trainer:
         if not callable(loss_fn):
             raise TypeError(f"loss_fn must be a function of (params, batch, keys), got {type(loss_fn).__name__}.")
         if not isinstance(batch_size, int | np.integer) or batch_size < 1:
-            raise ValueError(f"batch_size is the number of samples per step over all workers, at least 1; got {batch_size!r}.")
+            raise ValueError(
+                f"batch_size is the number of samples per step over all workers, at least 1; got {batch_size!r}."
+            )
         if on_nonfinite not in ("stop", "skip"):
             raise ValueError(f"on_nonfinite must be 'stop' or 'skip', got {on_nonfinite!r}.")
         if ema_decay is not None and not 0 <= ema_decay < 1:
@@ -136,7 +138,9 @@ class Trainer:
         else:
             simulation = Simulation(constant(speeds))
         if simulation is not None and (given := len(simulation.trace(0)[0])) != len(self.workers):
-            raise ValueError(f"Speeds were given for {given} workers, but there are {len(self.workers)}: give one speed each.")
+            raise ValueError(
+                f"Speeds were given for {given} workers, but there are {len(self.workers)}: give one speed each."
+            )
         return simulation
 
     # -- what a user calls --
@@ -172,7 +176,10 @@ class Trainer:
         reduce = make_reduce(self.transport, self.workers, session.layout, finish, state.core)
         feed = Feed(source, sampler)
         history = History(
-            engine=session.engine.name, transport=reduce.name, controller=self.controller.name, workers=len(self.workers)
+            engine=session.engine.name,
+            transport=reduce.name,
+            controller=self.controller.name,
+            workers=len(self.workers),
         )
         try:
             if self.simulation is not None and self.simulation.row_time is None:
@@ -342,7 +349,9 @@ class Trainer:
     def _end(self, cursor: int, sampler: Sampler, epochs: int | None, steps: int | None, stop_at: int | None) -> int:
         given = {name: n for name, n in {"epochs": epochs, "steps": steps, "stop_at": stop_at}.items() if n is not None}
         if len(given) != 1 or next(iter(given.values())) < 1:
-            raise ValueError(f"Say how long to train with exactly one of epochs, steps or stop_at, at least 1; got {given or 'none'}.")
+            raise ValueError(
+                f"Say how long to train with exactly one of epochs, steps or stop_at, at least 1; got {given or 'none'}."
+            )
         if stop_at is not None:
             if stop_at <= cursor:
                 raise ValueError(f"Nothing left to train: the cursor is at {cursor} samples and stop_at is {stop_at}.")
@@ -375,13 +384,22 @@ class Trainer:
             log.info("Engine %s: %s.", name, why)
         hold = self.simulation.hold if self.simulation is not None and train else no_hold
         clocks = Clocks(self.workers, hold, self.wait_limit)
-        program = Program((train_sums if train else eval_sums)(objective, layout), layout.size, layout.dtype, params, model_state, row)
+        program = Program(
+            (train_sums if train else eval_sums)(objective, layout),
+            layout.sizes,
+            layout.dtype,
+            params,
+            model_state,
+            row,
+        )
         options = dict(self._engine_options)
         if name != "chunked":
             options = {"capacity": options["capacity"]}
         else:
             options["priced_by_rows"] = self.simulation is not None and train
-        engine = make_engine(name, program, self.workers, clocks, batch=self.batch_size, quantum=self.quantum, **options)
+        engine = make_engine(
+            name, program, self.workers, clocks, batch=self.batch_size, quantum=self.quantum, **options
+        )
         self._sessions[train] = _Session(key, engine, clocks, layout)
         return self._sessions[train]
 
@@ -402,14 +420,18 @@ class Trainer:
         who = ", ".join(map(str, record.nonfinite))
         said = f"Step {record.step}: the loss or gradient of worker {who} was NaN or infinite; its update was left out"
         if self.on_nonfinite == "stop":
-            raise NonFiniteError(f"{said}. Lower the learning rate, look at the data, or go on with on_nonfinite='skip'.")
+            raise NonFiniteError(
+                f"{said}. Lower the learning rate, look at the data, or go on with on_nonfinite='skip'."
+            )
         log.warning("%s.", said)
 
 
 def _as_source(source: Source | Mapping[str, np.ndarray]) -> Source:
     source = MemorySource(source) if isinstance(source, Mapping) else source
     if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
-        raise TypeError(f"A source needs __len__ and __getitem__ (or is a dict of arrays); got {type(source).__name__}.")
+        raise TypeError(
+            f"A source needs __len__ and __getitem__ (or is a dict of arrays); got {type(source).__name__}."
+        )
     return source
 
 

@@ -12,7 +12,7 @@ import numpy as np
 class Staircase:
     """For every count n the cheapest cover by rungs, found by a small dynamic programme.
 
-        price(0) = 0,   price(n) = min over rungs r of  price_of[r] + price(max(n - r, 0))
+        price(0) = 0,   price(n) = min over sets of rungs that cover n of  sum of their prices + (their number - 1) x joint
 
     Prices are measured, not assumed proportional to the rows: small chunks are the fast ones for some models and the
     slow ones for others. A cover of n + 1 samples also covers n, so the table never falls.
@@ -23,10 +23,10 @@ class Staircase:
     first_N: np.ndarray  # the rung that the best cover of n uses first
 
     @classmethod
-    def from_prices(cls, rungs: Sequence[int], prices: Sequence[float], capacity: int) -> Staircase:
+    def from_prices(cls, rungs: Sequence[int], prices: Sequence[float], capacity: int, joint: float = 0.0) -> Staircase:
         order = np.argsort(np.asarray(rungs), kind="stable")
         rows_L = np.asarray(rungs, np.int64)[order]
-        price_L = np.asarray(prices, np.float64)[order]
+        price_L = np.asarray(prices, np.float64)[order] + joint
         if len(rows_L) == 0 or rows_L[0] < 1 or (np.diff(rows_L) == 0).any():
             raise ValueError(f"A ladder needs distinct rungs of at least one row; got {list(rungs)}.")
         if len(price_L) != len(rows_L) or not np.isfinite(price_L).all() or (price_L <= 0).any():
@@ -37,6 +37,7 @@ class Staircase:
             cover_L = price_L + price_N[np.maximum(n - rows_L, 0)]
             best = len(cover_L) - 1 - int(np.argmin(cover_L[::-1]))  # the largest rung among equals: fewer chunks
             price_N[n], first_N[n] = cover_L[best], rows_L[best]
+        price_N[1:] -= joint  # one joint less than chunks
         return cls(tuple(int(r) for r in rows_L), price_N, first_N)
 
     @property
@@ -62,15 +63,13 @@ class Staircase:
         return sum(self.chunks(count))
 
 
-def geometric_rungs(top: int, quantum: int = 1, ratio: float = 1.25, smallest: int = 8) -> list[int]:
-    """Rungs from `top` down to `smallest`, each about `ratio` below the next, multiples of 8 (and of the quantum).
+def geometric_rungs(top: int, quantum: int = 1, ratio: float = 1.15, span: int = 32) -> list[int]:
+    """Rungs from `top` down to top / span, each about `ratio` below the next, multiples of the quantum.
 
-    At a ratio of 1.25 a count between two rungs wastes at most a fifth of its rows, a tenth on average, and two chunks
-    together usually waste less.
+    At a ratio of 1.15 a count between two rungs wastes at most an eighth of its rows, half of that on average. Larger rungs are rounded up to multiples of 2, 4 or 8, which suit vector units.
     """
-    step = int(np.lcm(quantum, 8)) if top >= 16 else quantum
-    rungs = {-(-top // quantum) * quantum}
-    size = float(top)
-    while (size := size / ratio) >= max(smallest, quantum):
-        rungs.add(-(-int(size) // step) * step)
-    return sorted(r for r in rungs if r <= max(rungs))
+    rungs, size = {-(-top // quantum) * quantum}, float(top)
+    while (size := size / ratio) >= max(top / span, 1):
+        step = int(np.lcm(quantum, next(k for k in (8, 4, 2, 1) if size >= 8 * k or k == 1)))
+        rungs.add(-(-int(np.ceil(size)) // step) * step)
+    return sorted(rungs)

@@ -1,7 +1,8 @@
 """Per-worker clocks: one thread per local worker runs its local phase and times it from readiness to readiness.
 
-local time = ready(last mark) - ready(previous update on that device), with no collective in between, so it is the
-worker's own speed and never the wait for the slowest. Programs are compiled ahead, so compile time cannot enter.
+local time = ready(sums) - ready(previous update on that device), with no collective in between, so it is the worker's
+own speed and never the wait for the slowest. Programs are compiled ahead, so compile time cannot enter. The sums are
+safe to wait for because the reduce does not donate them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 
 import jax
 
+from hetjax.run.layout import Parts
 from hetjax.run.workers import Workers
 
 Hold = Callable[[int, int, float], None]  # (worker, rows, began): returns when the phase may end
@@ -27,7 +29,7 @@ def no_hold(worker: int, rows: int, began: float) -> None:
 class Lap:
     """One worker's local phase: its sums, the rows it computed, and when it began and ended."""
 
-    flat: jax.Array
+    parts: Parts
     rows: int
     began: float
     ended: float
@@ -50,12 +52,12 @@ class Clocks:
         """Start the local phases of this process's workers."""
         return [self._pool.submit(phase) for phase in phases]
 
-    def lap(self, k: int, rows: int, began: float, flat: jax.Array, mark: jax.Array) -> Lap:
-        """The end of a phase of local worker k: wait for its mark, and hold it back if its speed is simulated."""
-        mark.block_until_ready()
+    def lap(self, k: int, rows: int, began: float, parts: Parts) -> Lap:
+        """The end of a phase of local worker k: wait for its sums, and hold it back if its speed is simulated."""
+        jax.block_until_ready(parts)
         if rows:
             self.hold(self.workers.local[k], rows, began)
-        return Lap(flat, rows, began, time.perf_counter())
+        return Lap(parts, rows, began, time.perf_counter())
 
     def wait(self, futures: Sequence[Future[Lap]]) -> list[Lap]:
         """All laps; whoever does not come within the limit is named."""

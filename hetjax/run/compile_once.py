@@ -17,6 +17,8 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from hetjax.run.compiles import cache_hits
+
 log = logging.getLogger("hetjax")
 Tree = Any
 
@@ -24,9 +26,12 @@ Tree = Any
 def compile_for(fn: Callable, args: tuple, devices: Sequence[jax.Device], donate: tuple[int, ...] = ()) -> list[Any]:
     """`fn` compiled for arguments shaped like `args`, once for each of these devices, which must be of one kind."""
     lead, *others = devices
+    hits = cache_hits()
     program = _compile(fn, args, lead, donate)
     if not others:
         return [program]
+    if cache_hits() > hits:  # such a program loses its functions when it is serialised again; the others are cached too
+        return [program, *(_compile(fn, args, device, donate) for device in others)]
     try:
         share = _Shared(program, lead)
         return [program, *(share.load(device) for device in others)]

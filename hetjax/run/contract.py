@@ -13,12 +13,12 @@ import numpy as np
 Tree = Any
 
 # Words of the control vector that goes with every block of rows: data, so that no plan ever compiles anything.
-CONTROL = ("count", "first", "seed", "epoch", "position")
+COUNT, SEED, EPOCH, POSITION = range(4)
 
 
-def control(count: int, *, first: bool, seed: int, epoch: int, position: int) -> np.ndarray:
+def control(count: int, *, seed: int, epoch: int, position: int) -> np.ndarray:
     """The control vector of a block of rows; `position` is the place of its first row in the epoch's global order."""
-    return np.array([count, first, seed & 0xFFFFFFFF, epoch, position], np.uint32)
+    return np.array([count, seed & 0xFFFFFFFF, epoch, position], np.uint32)
 
 
 @jax.tree_util.register_dataclass
@@ -69,8 +69,8 @@ class Objective:
 
 def example_keys(ctl: jax.Array, rows: int) -> jax.Array:
     """One PRNG key per row from (seed, epoch, global position): the same for a sample however the batch is split."""
-    key = jax.random.fold_in(jax.random.key(ctl[2]), ctl[3])
-    return jax.vmap(jax.random.fold_in, (None, 0))(key, ctl[4] + jnp.arange(rows, dtype=jnp.uint32))
+    key = jax.random.fold_in(jax.random.key(ctl[SEED]), ctl[EPOCH])
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, ctl[POSITION] + jnp.arange(rows, dtype=jnp.uint32))
 
 
 def valid_rows(batch: Tree, ctl: jax.Array) -> tuple[Tree, jax.Array]:
@@ -79,6 +79,6 @@ def valid_rows(batch: Tree, ctl: jax.Array) -> tuple[Tree, jax.Array]:
     0 * NaN is NaN, so whatever stands in the padding must not enter the model at all.
     """
     rows = jax.tree.leaves(batch)[0].shape[0]
-    mask_b = jnp.arange(rows, dtype=jnp.uint32) < ctl[0]
+    mask_b = jnp.arange(rows, dtype=jnp.uint32) < ctl[COUNT]
     keep = lambda x: jnp.where(mask_b.reshape((rows,) + (1,) * (x.ndim - 1)), x, x[:1])
     return jax.tree.map(keep, batch), mask_b

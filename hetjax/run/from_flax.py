@@ -45,7 +45,7 @@ def from_nnx(model: nnx.Module, example_loss: ExampleLoss) -> FlaxModel:
     stateful = bool(jax.tree.leaves(stats))
 
     def train_one(params: Tree, stats: Tree, example: Tree, key: jax.Array) -> tuple[Any, Tree]:
-        live = nnx.merge(graph, params, stats, _rekeyed(streams, key), rest)
+        live = nnx.merge(graph, params, stats, _rekeyed(streams, key), rest, copy=True)
         told = example_loss(live, example, nnx.Rngs(key))
         return told, nnx.state(live, nnx.BatchStat)
 
@@ -100,12 +100,16 @@ def from_linen(
     return _contract(train_one, eval_one, params, stats, [group] if jax.tree.leaves(stats) else [], merge)
 
 
-def _contract(train_one: Callable, eval_one: Callable, params: Tree, stats: Tree, groups: list[int], merge: Callable) -> FlaxModel:
+def _contract(
+    train_one: Callable, eval_one: Callable, params: Tree, stats: Tree, groups: list[int], merge: Callable
+) -> FlaxModel:
     stateful = bool(jax.tree.leaves(stats))
     quantum = math.lcm(*groups) if groups else 1
     if not stateful:
-        run = lambda one: lambda params, batch, keys_b: _as_example(
-            jax.vmap(lambda example, key: one(params, stats, example, key)[0])(batch, keys_b)
+        run = lambda one: (
+            lambda params, batch, keys_b: _as_example(
+                jax.vmap(lambda example, key: one(params, stats, example, key)[0])(batch, keys_b)
+            )
         )
         return FlaxModel(run(train_one), run(eval_one), params, None, merge)
 

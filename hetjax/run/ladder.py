@@ -18,7 +18,8 @@ from hetjax.run.compiles import expected
 log = logging.getLogger("hetjax")
 Arguments = Callable[[int, jax.Device | None], tuple]  # (rows, device) -> arguments; shapes only when device is None
 
-_TRIALS, _TRIAL_BUDGET = 7, 0.25  # run a rung so often on trial, or for so many seconds
+_ROUNDS, _BUDGET = 9, 0.15  # time every rung so often, or until it has taken so many seconds per rung (at least thrice)
+_JOINT = 0  # stands for the adding, among the rungs that are timed
 _CHUNK_COST_IN_ROWS = 1.0  # where rows are the price, one more chunk is still not quite free
 _WORTH_COMPILING = 0.01  # a further rung has to save one per cent of the work
 
@@ -34,18 +35,19 @@ class Ladder:
         self,
         chunk: Callable,
         arguments: Arguments,
+        join: dict[jax.Device, Any],
         devices: Sequence[jax.Device],
         wanted: Sequence[int],
         *,
-        donate: tuple[int, ...],
         complete: bool,
         priced_by_rows: bool,
     ):
-        self.chunk, self.arguments, self.donate = chunk, arguments, donate
+        self.chunk, self.arguments, self.join = chunk, arguments, join
         self.devices, self.wanted = tuple(devices), sorted(wanted)
         self.priced_by_rows = priced_by_rows
         self.programs: dict[int, dict[jax.Device, Any]] = {}
         self.prices: dict[int, float] = {}  # seconds of one chunk alone on an idle device
+        self.joint = 0.0  # seconds of adding one chunk's sums to another's
         self._build(set(self.wanted) if complete else {_nearest(self.wanted, self.wanted[-1] / f) for f in (1, 4, 16)})
         self.unit = self.prices[max(self.prices)] / max(self.prices)  # the price of one sample at full batch
 
@@ -56,19 +58,22 @@ class Ladder:
     def _build(self, first: set[int]) -> None:
         for rung in sorted(self.wanted, reverse=True):
             if rung in first or not self.programs:  # when the largest was dropped, the next smaller takes its place
-                self.add(rung, self.compile(rung))
+                self._try(rung, self.compile(rung))
         if not self.programs:
             raise ValueError(
                 f"Not even a chunk of {self.wanted[0] if self.wanted else 1} rows fits into the memory of {self.kind}. "
                 "Use a smaller model, fewer workers on this host, or smaller samples."
             )
+        seconds = self._time(list(self.programs))
+        self.joint = 0.0 if self.priced_by_rows else seconds.pop(_JOINT)
+        self.prices = {rung: self._price(rung, seconds[rung]) for rung in self.programs}
         log.info("Ladder for %s: chunks of %s rows.", self.kind, ", ".join(map(str, sorted(self.programs))))
 
     def compile(self, rung: int) -> dict[jax.Device, Any] | None:
         """The programs of one rung for all devices, not yet in use; None if they would not fit into memory."""
         try:
             with expected():
-                programs = compile_for(self.chunk, self.arguments(rung, None), self.devices, self.donate)
+                programs = compile_for(self.chunk, self.arguments(rung, None), self.devices)
         except Exception as error:
             return self._drop(rung, "compiling it ran out of memory", error)
         need, have = memory.needed(programs[0]), memory.available(self.devices[0])
@@ -77,27 +82,46 @@ class Ladder:
         return dict(zip(self.devices, programs, strict=True))
 
     def add(self, rung: int, programs: dict[jax.Device, Any] | None) -> None:
-        """Take a compiled rung into use after a trial run, which also gives its price."""
+        """Take a compiled rung into use, priced side by side with the rung next to it, whatever the machine does now."""
+        if self._try(rung, programs):
+            known = _nearest(list(self.prices), rung)
+            seconds = self._time([rung, known])
+            self.prices[rung] = self._price(rung, seconds[rung] * self.prices[known] / seconds[known])
+
+    def _try(self, rung: int, programs: dict[jax.Device, Any] | None) -> bool:
+        """A first run; a rung that runs out of memory is dropped."""
         if programs is None:
-            return
+            return False
         try:
-            seconds = self._trial(programs[self.devices[0]], rung)
+            jax.block_until_ready(programs[self.devices[0]](*self.arguments(rung, self.devices[0])))
         except Exception as error:
             self._drop(rung, "a trial run ran out of memory", error)
-            return
-        self.prices[rung] = rung + _CHUNK_COST_IN_ROWS if self.priced_by_rows else seconds
+            return False
         self.programs[rung] = programs
+        return True
 
-    def _trial(self, program: Any, rung: int) -> float:
-        params, model_state, acc, rows, ctl = self.arguments(rung, self.devices[0])
-        seconds: list[float] = []
-        until = time.perf_counter() + _TRIAL_BUDGET
-        while len(seconds) < _TRIALS and (len(seconds) < 3 or time.perf_counter() < until):
+    def _price(self, rung: int, seconds: float) -> float:
+        return rung + _CHUNK_COST_IN_ROWS if self.priced_by_rows else seconds
+
+    def _time(self, rungs: Sequence[int]) -> dict[int, float]:
+        """The shortest seconds of each rung, and of adding, all of them in turn so that a busy moment hits all alike."""
+        device = self.devices[0]
+        arguments = {rung: self.arguments(rung, device) for rung in rungs}
+        seconds: dict[int, list[float]] = {rung: [] for rung in (*rungs, _JOINT)}
+        until = time.perf_counter() + _BUDGET * len(seconds)
+        for turn in range(_ROUNDS):
+            if turn >= 3 and time.perf_counter() > until:
+                break
+            for rung in rungs:
+                began = time.perf_counter()
+                parts = jax.block_until_ready(self.programs[rung][device](*arguments[rung]))
+                seconds[rung].append(time.perf_counter() - began)
+            more = self.programs[rung][device](*arguments[rung])
+            jax.block_until_ready(more)
             began = time.perf_counter()
-            acc, mark = program(params, model_state, acc, rows, ctl)
-            mark.block_until_ready()
-            seconds.append(time.perf_counter() - began)
-        return float(np.min(seconds[1:]))
+            jax.block_until_ready(self.join[device](parts, more))
+            seconds[_JOINT].append(time.perf_counter() - began)
+        return {rung: min(times) for rung, times in seconds.items()}
 
     def _drop(self, rung: int, why: str, error: Exception | None = None) -> None:
         if error is not None and not _out_of_memory(error):
@@ -109,7 +133,7 @@ class Ladder:
         """Prices of all counts up to `capacity` for a worker whose chunks may have at most `limit` rows."""
         prices = self.prices if prices is None else prices
         fits = [rung for rung in prices if rung <= limit] or [min(prices)]
-        return Staircase.from_prices(fits, [prices[rung] for rung in fits], capacity)
+        return Staircase.from_prices(fits, [prices[rung] for rung in fits], capacity, self.joint)
 
     def next_rung(self, counts: Sequence[int], limit: int, capacity: int) -> int | None:
         """The missing rung that promises to save most at these counts, judged by interpolated prices; None if none does."""

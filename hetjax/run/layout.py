@@ -1,14 +1,17 @@
 """The one flat vector that a step sums over all workers: what lies where.
 
-    gradient sums | model-state sums | loss, weight, count, metrics | slots of worker 0 | slots of worker 1 | ...
+    large gradient leaves | small gradient leaves | model-state sums | loss, weight, count, metrics | slots of all workers
 
-A worker writes only its own slots, so the sum over workers is also a gather of the slots.
+A worker writes only its own slots, so the sum over workers is also a gather of the slots. Before the reduce a worker
+keeps its sums in PARTS: each large gradient as XLA wrote it, and one vector of all the rest. Laying them side by side
+would cost another pass through memory for every chunk; the reduce does it once.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -16,6 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 Tree = Any
+
+Parts = tuple[jax.Array, ...]
+_LARGE = 2**14  # elements: below, a copy costs less than handling one more array
 
 SLOTS = ("time_us", "rows", "checksum", "stop", "nonfinite")  # all but the last are written by the host
 HOST_SLOTS = len(SLOTS) - 1
@@ -47,29 +53,62 @@ class Layout:
         dtypes = [leaf.dtype for leaf in jax.tree.leaves((grads, state_sums))]
         return cls(grads, state_sums, tuple(sorted(metrics)), jnp.result_type(jnp.float32, *dtypes))
 
+    @cached_property
+    def _large(self) -> list[bool]:
+        return [math.prod(leaf.shape) >= _LARGE for leaf in jax.tree.leaves(self.grads)]
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Lengths of a worker's parts; the last one is the vector of all that is small."""
+        large = [math.prod(x.shape) for x, big in zip(jax.tree.leaves(self.grads), self._large, strict=True) if big]
+        state = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.state_sums))
+        return (*large, self._small_grads + state + 3 + len(self.metrics))
+
+    @cached_property
+    def _small_grads(self) -> int:
+        return sum(
+            math.prod(x.shape) for x, big in zip(jax.tree.leaves(self.grads), self._large, strict=True) if not big
+        )
+
     @property
     def size(self) -> int:
-        """Length of a worker's own part, without the slots."""
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves((self.grads, self.state_sums))) + 3 + len(self.metrics)
+        """Length of the flat vector without the slots."""
+        return sum(self.sizes)
 
-    @property
-    def grad_size(self) -> int:
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.grads))
-
-    def pack(self, sums: Sums) -> jax.Array:
+    def pack(self, sums: Sums) -> Parts:
         scalars = [sums.loss, sums.weight, sums.count, *(sums.metrics[name] for name in self.metrics)]
-        parts = jax.tree.leaves((sums.grads, sums.state_sums)) + scalars
-        return jnp.concatenate([jnp.ravel(part).astype(self.dtype) for part in parts])
+        grads = [jnp.ravel(leaf).astype(self.dtype) for leaf in jax.tree.leaves(sums.grads)]
+        large = [leaf for leaf, big in zip(grads, self._large, strict=True) if big]
+        small = [leaf for leaf, big in zip(grads, self._large, strict=True) if not big]
+        rest = [jnp.ravel(leaf).astype(self.dtype) for leaf in jax.tree.leaves(sums.state_sums) + scalars]
+        return (*large, jnp.concatenate(small + rest))
+
+    def flatten(self, parts: Parts, grad_weight: jax.Array) -> jax.Array:
+        """A worker's parts side by side, its gradients taken `grad_weight` times."""
+        *large, rest = parts
+        weight, cut = grad_weight.astype(self.dtype), self._small_grads
+        return jnp.concatenate([*(part * weight for part in large), rest[:cut] * weight, rest[cut:]])
 
     def unpack(self, flat: jax.Array) -> Sums:
-        leaves, tree = jax.tree.flatten((self.grads, self.state_sums))
-        at, parts = 0, []
-        for leaf in leaves:
-            size = math.prod(leaf.shape)
-            parts.append(flat[at : at + size].reshape(leaf.shape))
-            at += size
-        grads, state_sums = jax.tree.unflatten(tree, parts)
-        return Sums(grads, state_sums, flat[at], flat[at + 1], flat[at + 2], self.metrics_at(flat[at + 3 :]))
+        leaves, tree = jax.tree.flatten(self.grads)
+        order = sorted(range(len(leaves)), key=lambda i: not self._large[i])  # large ones first, otherwise as they come
+        grads: list[Any] = [None] * len(leaves)
+        at = 0
+        for i in order:
+            grads[i], at = self._read(flat, at, leaves[i].shape)
+        states = []
+        for leaf in jax.tree.leaves(self.state_sums):
+            value, at = self._read(flat, at, leaf.shape)
+            states.append(value)
+        state_sums = jax.tree.unflatten(jax.tree.structure(self.state_sums), states)
+        return Sums(
+            tree.unflatten(grads), state_sums, flat[at], flat[at + 1], flat[at + 2], self.metrics_at(flat[at + 3 :])
+        )
+
+    @staticmethod
+    def _read(flat: jax.Array, at: int, shape: tuple[int, ...]) -> tuple[jax.Array, int]:
+        end = at + math.prod(shape)
+        return flat[at:end].reshape(shape), end
 
     def metrics_at(self, values: Any) -> dict[str, Any]:
         return {name: values[i] for i, name in enumerate(self.metrics)}

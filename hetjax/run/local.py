@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from hetjax.run.contract import Example, Objective, example_keys, valid_rows
-from hetjax.run.layout import Layout, Sums
+from hetjax.run.layout import Layout, Parts, Sums
 from hetjax.run.sync_axis import SyncAxis
 
 Tree = Any
-RowSums = Callable[[Tree, Tree, Tree, jax.Array], jax.Array]
+RowSums = Callable[[Tree, Tree, Tree, jax.Array], Parts]
 
 
 def _masked_sum(value_b: jax.Array, mask_b: jax.Array, dtype: Any) -> jax.Array:
@@ -32,12 +32,12 @@ def _scalars(told: Example, mask_b: jax.Array, dtype: Any) -> dict[str, Any]:
 
 
 def train_sums(objective: Objective, layout: Layout) -> RowSums:
-    """(params, model_state, rows, ctl) -> flat sums of gradients, model state, loss, weight, count and metrics.
+    """(params, model_state, rows, ctl) -> sums of gradients, model state, loss, weight, count and metrics.
 
     The gradient of a sum over the valid rows; division by the global weight happens once, after the reduce.
     """
 
-    def sums(params: Tree, model_state: Tree, rows: Tree, ctl: jax.Array) -> jax.Array:
+    def sums(params: Tree, model_state: Tree, rows: Tree, ctl: jax.Array) -> Parts:
         rows, mask_b = valid_rows(rows, ctl)
         keys_b = example_keys(ctl, len(mask_b))
 
@@ -52,9 +52,9 @@ def train_sums(objective: Objective, layout: Layout) -> RowSums:
 
 
 def eval_sums(objective: Objective, layout: Layout) -> RowSums:
-    """(params, model_state, rows, ctl) -> flat sums of loss, weight, count and metrics; no gradient."""
+    """(params, model_state, rows, ctl) -> sums of loss, weight, count and metrics; no gradient."""
 
-    def sums(params: Tree, model_state: Tree, rows: Tree, ctl: jax.Array) -> jax.Array:
+    def sums(params: Tree, model_state: Tree, rows: Tree, ctl: jax.Array) -> Parts:
         rows, mask_b = valid_rows(rows, ctl)
         told, _ = objective(params, model_state, rows, example_keys(ctl, len(mask_b)), mask_b)
         return layout.pack(Sums((), (), **_scalars(told, mask_b, layout.dtype)))

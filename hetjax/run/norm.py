@@ -78,7 +78,9 @@ def _check(sync: str, group: int) -> None:
         raise ValueError(f"A group of {group} has no statistics: use at least 2 samples, 16 by default.")
 
 
-def _normalise(x: jax.Array, mean: jax.Array, var: jax.Array, scale: Any, bias: Any, epsilon: float, dtype: Any) -> jax.Array:
+def _normalise(
+    x: jax.Array, mean: jax.Array, var: jax.Array, scale: Any, bias: Any, epsilon: float, dtype: Any
+) -> jax.Array:
     return ((x - mean) * jax.lax.rsqrt(var + epsilon) * scale + bias).astype(dtype or x.dtype)
 
 

@@ -10,6 +10,7 @@ Two transports behind one interface, chosen from the kinds of devices:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -20,7 +21,7 @@ from jax.sharding import SingleDeviceSharding
 
 from hetjax.run.clocks import Lap
 from hetjax.run.compiles import expected
-from hetjax.run.layout import HOST_SLOTS, SLOTS, Layout, Report
+from hetjax.run.layout import HOST_SLOTS, SLOTS, Layout, Parts, Report
 from hetjax.run.update import Finish
 from hetjax.run.workers import AXIS, Workers
 
@@ -66,11 +67,6 @@ def make_reduce(transport: str, workers: Workers, layout: Layout, finish: Finish
     raise ValueError(f"Unknown transport {transport!r}: use 'auto', 'psum' or 'hub'.")
 
 
-def _weighted(layout: Layout, flat: jax.Array, grad_weight: jax.Array) -> jax.Array:
-    cut = layout.grad_size
-    return jnp.concatenate([flat[:cut] * grad_weight.astype(flat.dtype), flat[cut:]])
-
-
 def _finish(layout: Layout, finish: Finish, core: Any, total: jax.Array, workers: int) -> tuple[Any, jax.Array]:
     slots = total[layout.size :].reshape(workers, len(SLOTS))
     finite = jnp.all(slots[:, SLOTS.index("nonfinite")] == 0)
@@ -79,7 +75,8 @@ def _finish(layout: Layout, finish: Finish, core: Any, total: jax.Array, workers
 
 def _private_copy(tree: Tree, place: Any) -> Tree:
     """Fresh buffers: they are donated from step to step, and the caller's must stay alive."""
-    return jax.tree.map(lambda x: jax.device_put(x, place, may_alias=False), tree)
+    with expected():
+        return jax.jit(partial(jax.tree.map, jnp.copy))(jax.device_put(tree, place))
 
 
 class Psum:
@@ -90,8 +87,8 @@ class Psum:
         self.core = _private_copy(core, workers.replicated)
         self._tail: jax.Array | None = None
 
-        def on_worker(core: Any, flat_1xF: jax.Array, slots_1xH: jax.Array) -> tuple[Any, jax.Array]:
-            flat = _weighted(layout, flat_1xF[0], slots_1xH[0, HOST_SLOTS])
+        def on_worker(core: Any, parts_1: Parts, slots_1xH: jax.Array) -> tuple[Any, jax.Array]:
+            flat = layout.flatten(tuple(part[0] for part in parts_1), slots_1xH[0, HOST_SLOTS])
             own = layout.with_slots(flat, slots_1xH[0, :HOST_SLOTS], jax.lax.axis_index(AXIS), len(workers))
             return _finish(layout, finish, core, jax.lax.psum(own, AXIS), len(workers))
 
@@ -101,13 +98,13 @@ class Psum:
         spec = lambda width, dtype: jax.ShapeDtypeStruct((len(workers), width), dtype, sharding=workers.sharded)
         with expected():
             lowered = jax.jit(program, donate_argnums=0).lower(
-                self.core, spec(layout.size, layout.dtype), spec(HOST_SLOTS + 1, np.float32)
+                self.core, tuple(spec(size, layout.dtype) for size in layout.sizes), spec(HOST_SLOTS + 1, np.float32)
             )
             self._run = lowered.compile()
 
     def step(self, laps: Sequence[Lap], slots: Sequence[list[float]]) -> None:
-        flat = self.workers.stack([lap.flat for lap in laps])
-        self.core, self._tail = self._run(self.core, flat, self.workers.from_host(np.asarray(slots, np.float32)))
+        parts = tuple(self.workers.stack(part) for part in zip(*(lap.parts for lap in laps), strict=True))
+        self.core, self._tail = self._run(self.core, parts, self.workers.from_host(np.asarray(slots, np.float32)))
 
     def report(self) -> Report:
         assert self._tail is not None
@@ -133,22 +130,22 @@ class Hub:
         self.core = _private_copy(core, here)
         self._tail: jax.Array | None = None
 
-        def on_lead(core: Any, flats: list[jax.Array], slots_WxH: jax.Array) -> tuple[Any, jax.Array]:
+        def on_lead(core: Any, parts_W: list[Parts], slots_WxH: jax.Array) -> tuple[Any, jax.Array]:
             total = jnp.zeros((), layout.dtype)
-            for i, flat in enumerate(flats):
-                part = _weighted(layout, flat[0], slots_WxH[i, HOST_SLOTS])
-                total = total + layout.with_slots(part, slots_WxH[i, :HOST_SLOTS], i, len(workers))
+            for i, parts in enumerate(parts_W):
+                flat = layout.flatten(tuple(part[0] for part in parts), slots_WxH[i, HOST_SLOTS])
+                total = total + layout.with_slots(flat, slots_WxH[i, :HOST_SLOTS], i, len(workers))
             return _finish(layout, finish, core, total, len(workers))
 
-        flats = [jax.ShapeDtypeStruct((1, layout.size), layout.dtype, sharding=here)] * len(workers)
+        parts = tuple(jax.ShapeDtypeStruct((1, size), layout.dtype, sharding=here) for size in layout.sizes)
         slots = jax.ShapeDtypeStruct((len(workers), HOST_SLOTS + 1), np.float32, sharding=here)
         with expected():
-            self._run = jax.jit(on_lead, donate_argnums=0).lower(self.core, flats, slots).compile()
+            self._run = jax.jit(on_lead, donate_argnums=0).lower(self.core, [parts] * len(workers), slots).compile()
         self._spread()
 
     def step(self, laps: Sequence[Lap], slots: Sequence[list[float]]) -> None:
-        flats = [jax.device_put(lap.flat, self.lead) for lap in laps]
-        self.core, self._tail = self._run(self.core, flats, np.asarray(slots, np.float32))
+        parts_W = [jax.device_put(lap.parts, self.lead) for lap in laps]
+        self.core, self._tail = self._run(self.core, parts_W, np.asarray(slots, np.float32))
         self._spread()
 
     def _spread(self) -> None:

@@ -49,7 +49,9 @@ def running_average(momentum: float = 0.9) -> Callable[[Tree, Tree], Tree]:
     return advance
 
 
-def optimiser_step(optimizer: optax.GradientTransformation, advance: Callable[[Tree, Tree], Tree] | None, ema_decay: float | None) -> Finish:
+def optimiser_step(
+    optimizer: optax.GradientTransformation, advance: Callable[[Tree, Tree], Tree] | None, ema_decay: float | None
+) -> Finish:
     """g = (sum over workers of the sum of per-example gradients) / (sum of weights), then any optax update.
 
     Clipping belongs into the optimiser: here it sees the whole batch's gradient. A step with a non-finite number
@@ -62,7 +64,11 @@ def optimiser_step(optimizer: optax.GradientTransformation, advance: Callable[[T
         updates, new_opt_state = optimizer.update(grads, opt_state, params)
         new_params = optax.apply_updates(params, updates)
         new_state = model_state if advance is None else advance(model_state, sums.state_sums)
-        new_ema = ema if ema_decay is None else jax.tree.map(lambda e, p: ema_decay * e + (1 - ema_decay) * p, ema, new_params)
+        new_ema = (
+            ema
+            if ema_decay is None
+            else jax.tree.map(lambda e, p: ema_decay * e + (1 - ema_decay) * p, ema, new_params)
+        )
         finite &= sums.weight > 0
         keep = lambda new, old: jnp.where(finite, new, old)
         return jax.tree.map(keep, (new_params, new_state, new_opt_state, new_ema), core)

@@ -71,7 +71,9 @@ class Workers:
         """The same from one host array [...] per local worker."""
         if len(self.local) == len(self):
             return jax.device_put(np.stack(parts), self.sharded)
-        return self.stack([jax.device_put(part[None], self.devices[i]) for part, i in zip(parts, self.local, strict=True)])
+        return self.stack(
+            [jax.device_put(part[None], self.devices[i]) for part, i in zip(parts, self.local, strict=True)]
+        )
 
     def pieces(self, array: jax.Array) -> list[jax.Array]:
         """This process's single-device pieces of a sharded or replicated global array, in the order of `local`.

@@ -68,7 +68,9 @@ def make_engine(
         )
     if name == "chunked":
         max_rows_W = per_worker("max_rows", max_rows, int(capacity_W.max()), workers)
-        return Chunked(program, workers, clocks, capacity_W=capacity_W, max_rows_W=max_rows_W, quantum=quantum, **ladder)
+        return Chunked(
+            program, workers, clocks, capacity_W=capacity_W, max_rows_W=max_rows_W, quantum=quantum, **ladder
+        )
     smallest = int(capacity_W.min())
     if smallest * len(workers) < batch:
         raise ValueError(
@@ -86,5 +88,7 @@ def per_worker(what: str, given: int | Sequence[int] | None, default: int, worke
     if not np.issubdtype(values.dtype, np.integer) or values.ndim != 1 or (values < 1).any():
         raise ValueError(f"{what} must be whole numbers of at least 1, one for all workers or one each; got {given!r}.")
     if len(values) not in (1, len(workers)):
-        raise ValueError(f"{what} lists {len(values)} numbers, but there are {len(workers)} workers: give one or {len(workers)}.")
+        raise ValueError(
+            f"{what} lists {len(values)} numbers, but there are {len(workers)} workers: give one or {len(workers)}."
+        )
     return np.broadcast_to(values.astype(np.int64), (len(workers),)).copy()

@@ -1,8 +1,8 @@
 """The chunked engine: the host drives each worker through a short ladder of compiled chunk sizes.
 
 No control flow inside XLA, so convolutions run at native speed, and every worker may be another kind of device. A count
-is covered by the cheapest set of chunks at measured prices; only the last chunk is padded. Each chunk adds to sums that
-stay on the device and are donated from chunk to chunk.
+is covered by the cheapest set of chunks at measured prices; only the last chunk is padded. The first chunk's sums are
+taken as they come; those of further chunks are added to them in place (donated).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from hetjax.plan.limits import Limits
@@ -27,6 +26,7 @@ from hetjax.run.compiles import expected
 from hetjax.run.contract import control
 from hetjax.run.engines.protocol import Program, Replicas, Rows
 from hetjax.run.ladder import Ladder
+from hetjax.run.layout import Parts
 from hetjax.run.workers import Workers, device_kind
 
 Tree = Any
@@ -62,20 +62,22 @@ class Chunked:
         self.devices = [workers.devices[i] for i in workers.local]
         self.ladders: dict[str, Ladder] = {}
         self._zeros: dict[jax.Device, Any] = {}
+        self._add: dict[jax.Device, Any] = {}
         for kind in dict.fromkeys(map(device_kind, self.devices)):
             devices = [d for d in self.devices if device_kind(d) == kind]
             with expected():
-                self._zeros.update(zip(devices, compile_for(self._no_sums, (), devices), strict=True))
+                sums = jax.eval_shape(program.zeros)
+                self._zeros.update(zip(devices, compile_for(program.zeros, (), devices), strict=True))
+                self._add.update(zip(devices, compile_for(_add, (sums, sums), devices, donate=(0,)), strict=True))
             self.ladders[kind] = Ladder(
                 self._chunk,
                 self._arguments,
+                self._add,
                 devices,
                 rungs or self._candidates([m for m, d in zip(self.max_rows_W, workers.devices) if d in devices]),
-                donate=(2,),
                 complete=complete or rungs is not None,
                 priced_by_rows=priced_by_rows,
             )
-        self._acc = [self._zeros[device]() for device in self.devices]
         self._background = ThreadPoolExecutor(1, thread_name_prefix="hetjax-ladder")
         self._growing: tuple[Ladder, int, Future] | None = None
         self._survey()
@@ -87,27 +89,25 @@ class Chunked:
 
     # -- programs --
 
-    def _no_sums(self) -> jax.Array:
-        return jnp.zeros((1, self.program.size), self.program.dtype)
-
-    def _chunk(self, params: Tree, model_state: Tree, acc: jax.Array, rows: Tree, ctl: jax.Array):
-        """acc + sums of these rows, or just the sums when the chunk is a step's first; and a mark for the clock."""
-        flat = self.program.row_sums(params, model_state, rows, ctl)
-        return jnp.where(ctl[1] > 0, 0, acc) + flat[None], ctl[0]
+    def _chunk(self, params: Tree, model_state: Tree, rows: Tree, ctl: jax.Array) -> Parts:
+        """The sums over these rows."""
+        return tuple(part[None] for part in self.program.row_sums(params, model_state, rows, ctl))
 
     def _arguments(self, rows: int, device: jax.Device | None) -> tuple:
         p = self.program
-        shapes = (p.params, p.model_state, jax.ShapeDtypeStruct((1, p.size), p.dtype), p.block(rows), p.ctl)
+        shapes = (p.params, p.model_state, p.block(rows), p.ctl)
         if device is None:
             return shapes
         values = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), device), shapes[:-1])
-        return *values, control(rows, first=True, seed=0, epoch=0, position=0)
+        return *values, control(rows, seed=0, epoch=0, position=0)
 
     # -- prices and growth --
 
     def _survey(self) -> None:
         """Build the staircase of every group of like workers from the present prices."""
-        self._group_W = [(device_kind(d), int(m), int(c)) for d, m, c in zip(self.workers.devices, self.max_rows_W, self.capacity_W)]
+        self._group_W = [
+            (device_kind(d), int(m), int(c)) for d, m, c in zip(self.workers.devices, self.max_rows_W, self.capacity_W)
+        ]
         self._stairs = {g: self.ladders[g[0]].staircase(g[1], g[2]) for g in dict.fromkeys(self._group_W)}
 
     def limits(self) -> Limits:
@@ -132,7 +132,9 @@ class Chunked:
             for kind, ladder in self.ladders.items():
                 mine = [i for i, group in enumerate(self._group_W) if group[0] == kind]
                 rung = ladder.next_rung(
-                    [int(counts_W[i]) for i in mine], max(self._group_W[i][1] for i in mine), max(self._group_W[i][2] for i in mine)
+                    [int(counts_W[i]) for i in mine],
+                    max(self._group_W[i][1] for i in mine),
+                    max(self._group_W[i][2] for i in mine),
                 )
                 if rung is not None:
                     self._growing = ladder, rung, self._background.submit(ladder.compile, rung)
@@ -153,7 +155,7 @@ class Chunked:
     def _chunks(self, rows: Rows, epoch: int, worker: int, start: int, count: int, seed: int) -> list[Chunk]:
         device, chunks, done = self.workers.devices[worker], [], 0
         for rung in self._stairs[self._group_W[worker]].chunks(count):
-            ctl = control(min(rung, count - done), first=done == 0, seed=seed, epoch=epoch, position=start + done)
+            ctl = control(min(rung, count - done), seed=seed, epoch=epoch, position=start + done)
             block = rows.block(start + done, rung)
             if device.platform != "cpu":  # a CPU program reads host memory as it is; others get it ahead of time
                 block = jax.device_put(block, device)
@@ -171,13 +173,17 @@ class Chunked:
         programs = self.ladders[device_kind(device)].programs
         ready.block_until_ready()
         began = time.perf_counter()
-        acc, mark = self._acc[k], None
-        if acc.is_deleted() or not chunks:  # a failed step took the old sums with it, or there is nothing to sum
-            acc = mark = self._zeros[device]()
+        parts: Parts | None = None
         for chunk in chunks:
-            acc, mark = programs[chunk.rung][device](params, model_state, acc, chunk.rows, chunk.ctl)
-        self._acc[k] = acc
-        return self.clocks.lap(k, sum(chunk.rung for chunk in chunks), began, acc, mark)
+            more = programs[chunk.rung][device](params, model_state, chunk.rows, chunk.ctl)
+            parts = more if parts is None else self._add[device](parts, more)
+        if parts is None:
+            parts = self._zeros[device]()
+        return self.clocks.lap(k, sum(chunk.rung for chunk in chunks), began, parts)
 
     def close(self) -> None:
         self._background.shutdown(wait=True, cancel_futures=True)
+
+
+def _add(parts: Parts, more: Parts) -> Parts:
+    return jax.tree.map(jax.lax.add, parts, more)

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from hetjax.plan.limits import Limits
 from hetjax.plan.sampler import Step
 from hetjax.run.clocks import Lap
+from hetjax.run.layout import Parts
 from hetjax.run.workers import Workers
 
 Tree = Any
@@ -55,8 +57,8 @@ class Replicas(Protocol):
 class Program:
     """What an engine computes: sums over rows, and the shapes that go with them."""
 
-    row_sums: Callable[[Tree, Tree, Tree, jax.Array], jax.Array]  # (params, model_state, rows, ctl) -> flat [F]
-    size: int  # F
+    row_sums: Callable[[Tree, Tree, Tree, jax.Array], Parts]  # (params, model_state, rows, ctl) -> sums
+    sizes: tuple[int, ...]  # lengths of the parts
     dtype: Any
     params: Tree  # of ShapeDtypeStruct
     model_state: Tree
@@ -65,9 +67,12 @@ class Program:
     def block(self, rows: int) -> Tree:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype), self.row)
 
+    def zeros(self) -> Parts:
+        return tuple(jnp.zeros((1, size), self.dtype) for size in self.sizes)
+
     @property
     def ctl(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((5,), np.uint32)
+        return jax.ShapeDtypeStruct((4,), np.uint32)
 
 
 class Engine(Protocol):

@@ -27,8 +27,9 @@ from hetjax.plan.limits import Limits
 from hetjax.plan.sampler import Step
 from hetjax.run.clocks import Clocks, Lap
 from hetjax.run.compiles import expected
-from hetjax.run.contract import control
+from hetjax.run.contract import COUNT, POSITION, control
 from hetjax.run.engines.protocol import Program, Replicas, Rows
+from hetjax.run.layout import Parts
 from hetjax.run.sync_axis import SyncAxis
 from hetjax.run.workers import AXIS, Workers
 
@@ -48,26 +49,30 @@ class Spmd:
             self._on_worker,
             mesh=workers.mesh,
             in_specs=(P(), P(), P(AXIS), P(AXIS)),
-            out_specs=(P(AXIS), P(AXIS)),
+            out_specs=P(AXIS),
             check_vma=False,
         )
         put = lambda tree, place: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)
-        wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(workers), *x.shape), x.dtype), (program.block(buffer), program.ctl))
+        wide = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((len(workers), *x.shape), x.dtype), (program.block(buffer), program.ctl)
+        )
         with expected():
-            lowered = jax.jit(body).lower(*put((program.params, program.model_state), workers.replicated), *put(wide, workers.sharded))
+            lowered = jax.jit(body).lower(
+                *put((program.params, program.model_state), workers.replicated), *put(wide, workers.sharded)
+            )
             self._run = lowered.compile()
 
     @property
     def exact_sync(self) -> bool:
         return self.axis.used
 
-    def _on_worker(self, params: Tree, model_state: Tree, rows_1: Tree, ctl_1: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _on_worker(self, params: Tree, model_state: Tree, rows_1: Tree, ctl_1: jax.Array) -> Parts:
         rows, ctl = jax.tree.map(lambda x: x[0], (rows_1, ctl_1))
-        flat = self._sums(params, model_state, rows, ctl)
-        flat = jnp.where(ctl[0] > 0, flat, 0)  # a worker without samples adds nothing, whatever lies in its buffer
-        return flat[None], ctl[:1]
+        parts = self._sums(params, model_state, rows, ctl)
+        some = ctl[COUNT] > 0  # a worker without samples adds nothing, whatever lies in its buffer
+        return tuple(jnp.where(some, part, 0)[None] for part in parts)
 
-    def _sums(self, params: Tree, model_state: Tree, rows: Tree, ctl: jax.Array) -> jax.Array:
+    def _sums(self, params: Tree, model_state: Tree, rows: Tree, ctl: jax.Array) -> Parts:
         raise NotImplementedError
 
     def _work(self, count: int) -> int:
@@ -90,7 +95,7 @@ class Spmd:
         starts_W = step.start + np.cumsum(counts_W) - counts_W
         local = self.workers.local
         blocks = [rows.block(int(starts_W[i]), self.buffer) for i in local]
-        ctls = [control(int(counts_W[i]), first=True, seed=seed, epoch=step.epoch, position=int(starts_W[i])) for i in local]
+        ctls = [control(int(counts_W[i]), seed=seed, epoch=step.epoch, position=int(starts_W[i])) for i in local]
         wide = jax.tree.map(lambda *parts: self.workers.from_host(parts), *blocks)
         return [self._work(int(counts_W[i])) for i in local], wide, self.workers.from_host(ctls)
 
@@ -98,9 +103,9 @@ class Spmd:
         rows_of, rows, ctl = packed
         jax.block_until_ready(replicas.ready())  # a call on busy CPU devices would block until it is over, unseen
         began = time.perf_counter()
-        flat, mark = self._run(*replicas.on_mesh(), rows, ctl)
-        parts = enumerate(zip(rows_of, self.workers.pieces(flat), self.workers.pieces(mark), strict=True))
-        return self.clocks.start([partial(self.clocks.lap, k, n, began, flat, mark) for k, (n, flat, mark) in parts])
+        parts = self._run(*replicas.on_mesh(), rows, ctl)
+        own = enumerate(zip(rows_of, self.workers.copies(parts), strict=True))
+        return self.clocks.start([partial(self.clocks.lap, k, n, began, sums) for k, (n, sums) in own])
 
     def grow(self, counts_W: np.ndarray) -> bool:
         return False  # one program for all counts
@@ -116,7 +121,7 @@ class Masked(Spmd):
         buffer = -(-capacity // quantum) * quantum
         super().__init__(program, workers, clocks, capacity=capacity, buffer=buffer, quantum=quantum)
 
-    def _sums(self, params: Tree, model_state: Tree, rows: Tree, ctl: jax.Array) -> jax.Array:
+    def _sums(self, params: Tree, model_state: Tree, rows: Tree, ctl: jax.Array) -> Parts:
         with self.axis.allowed():
             return self.program.row_sums(params, model_state, rows, ctl)
 
@@ -127,23 +132,25 @@ class Masked(Spmd):
 class Looped(Spmd):
     name = "looped"
 
-    def __init__(self, program: Program, workers: Workers, clocks: Clocks, *, capacity: int, micro: int, quantum: int = 1):
+    def __init__(
+        self, program: Program, workers: Workers, clocks: Clocks, *, capacity: int, micro: int, quantum: int = 1
+    ):
         self.micro = -(-micro // quantum) * quantum
         buffer = -(-capacity // self.micro) * self.micro
         super().__init__(program, workers, clocks, capacity=capacity, buffer=buffer, quantum=quantum)
 
-    def _sums(self, params: Tree, model_state: Tree, rows: Tree, ctl: jax.Array) -> jax.Array:
+    def _sums(self, params: Tree, model_state: Tree, rows: Tree, ctl: jax.Array) -> Parts:
         micro = self.micro
 
-        def body(trip: jax.Array, flat: jax.Array) -> jax.Array:
+        def body(trip: jax.Array, sums: Parts) -> Parts:
             start = trip * micro
             block = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, micro), rows)
             done = start.astype(jnp.uint32)
-            part = ctl.at[0].set(jnp.minimum(ctl[0] - done, micro)).at[4].add(done)
-            return flat + self.program.row_sums(params, model_state, block, part)
+            part = ctl.at[COUNT].set(jnp.minimum(ctl[COUNT] - done, micro)).at[POSITION].add(done)
+            return jax.tree.map(jnp.add, sums, self.program.row_sums(params, model_state, block, part))
 
-        trips = ((ctl[0] + (micro - 1)) // micro).astype(jnp.int32)
-        return jax.lax.fori_loop(0, trips, body, jnp.zeros(self.program.size, self.program.dtype))
+        trips = ((ctl[COUNT] + (micro - 1)) // micro).astype(jnp.int32)
+        return jax.lax.fori_loop(0, trips, body, tuple(part[0] for part in self.program.zeros()))
 
     def _work(self, count: int) -> int:
         return -(-count // self.micro) * self.micro

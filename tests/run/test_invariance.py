@@ -1,0 +1,177 @@
+"""Any allocation equals one big batch: gradients, loss and updates, for every engine, transport and number of workers."""
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from problems import RandomPlans, distance, part_of_data, problem, reference_run
+
+from hetjax.plan.sampler import Step
+from hetjax.run.clocks import Clocks
+from hetjax.run.contract import Objective
+from hetjax.run.engines import Program, Rows, make_engine
+from hetjax.run.layout import Layout
+from hetjax.run.local import layout_of, train_sums
+from hetjax.run.reduce import make_reduce, own_slots
+from hetjax.run.workers import Workers
+from hetjax.trainer import Trainer
+
+BATCH = 24
+MODELS = ("mlp", "cnn", "transformer")
+ENGINES = ("chunked", "looped", "masked")
+WORKERS = (1, 2, 3, 4, 8)
+
+
+def _keep_gradient(core, sums, finite):
+    params, state, _ = core
+    return params, state, jax.tree.map(lambda g: g / sums.weight, sums.grads)
+
+
+@dataclass
+class Bench:
+    """One engine with both transports, compiled once and fed with many allocations."""
+
+    engine: object
+    clocks: Clocks
+    reduces: dict
+    layout: Layout
+    problem: object
+
+    def gradient(self, counts: np.ndarray, transport: str, batch, start=0):
+        step = Step(0, start, start + int(counts.sum()))
+        reduce = self.reduces[transport]
+        laps = self.clocks.wait(self.engine.start(reduce, self.engine.pack(Rows(batch, start), step, counts, seed=7)))
+        reduce.step(laps, [own_slots(lap.seconds, lap.rows, 0, False, 1.0) for lap in laps])
+        return reduce.report(), reduce.core[2]
+
+
+@functools.cache
+def bench(model: str, engine: str, workers: int) -> Bench:
+    made = problem(model, seed=3)
+    devices = Workers.of(jax.devices()[:workers])
+    row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), made.data)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), made.params)
+    objective = Objective(made.loss_fn)
+    layout = layout_of(objective, shapes, None, row, 2, train=True)
+    program = Program(train_sums(objective, layout), layout.sizes, layout.dtype, shapes, None, row)
+    clocks = Clocks(devices)
+    options = {"chunked": {"rungs": [4, 10, 24]}, "looped": {"micro": 5, "capacity": BATCH}, "masked": {"capacity": BATCH}}
+    built = make_engine(engine, program, devices, clocks, batch=BATCH, **options[engine])
+    core = (made.params, None, jax.tree.map(jnp.zeros_like, made.params))
+    reduces = {t: make_reduce(t, devices, layout, _keep_gradient, core) for t in ("psum", "hub")}
+    return Bench(built, clocks, reduces, layout, made)
+
+
+def allocations(workers: int) -> st.SearchStrategy:
+    """Counts that sum to at most BATCH and at least 1, with zeros anywhere."""
+    return st.lists(st.integers(0, BATCH), min_size=workers, max_size=workers).map(_fit).filter(lambda c: c.sum() > 0)
+
+
+def _fit(counts: list[int]) -> np.ndarray:
+    counts = np.array(counts, np.int64)
+    while counts.sum() > BATCH:
+        counts = counts // 2
+    return counts
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("model", MODELS)
+def test_any_allocation_gives_the_gradient_of_the_whole_batch(model, engine, workers):
+    @settings(max_examples=6, suppress_health_check=list(HealthCheck))
+    @given(counts=allocations(workers), start=st.sampled_from([0, 13]))
+    def check(counts, start):
+        made = bench(model, engine, workers)
+        total = int(counts.sum())
+        batch = jax.tree.map(lambda x: x[start : start + total], made.problem.data)
+        loss, grads = part_of_data(made.problem, 7, start, start + total)
+        for transport in ("psum", "hub"):
+            report, gradient = made.gradient(counts, transport, batch, start)
+            assert report.count == total
+            assert abs(report.loss - float(loss)) <= 1e-5 * abs(float(loss))
+            assert distance(gradient, grads) <= 1e-5, (transport, counts)
+
+    check()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_padding_full_of_rubbish_never_reaches_a_gradient(engine):
+    made = bench("cnn", engine, 3)
+    for rubbish in (np.nan, np.inf):
+        image = made.problem.data["image"][:BATCH].copy()
+        image[14:] = rubbish
+        dirty = {"image": image, "label": made.problem.data["label"][:BATCH]}
+        counts = np.array([9, 0, 5])
+        _, grads = part_of_data(made.problem, 7, 0, 14)
+        report, gradient = made.gradient(counts, "psum", dirty)
+        assert not report.nonfinite_W.any()
+        assert distance(gradient, grads) <= 1e-5
+
+
+@pytest.mark.parametrize("engine", ("looped", "masked"))
+def test_a_worker_without_samples_may_hold_only_rubbish(engine):
+    made = bench("mlp", engine, 2)
+    image = np.full_like(made.problem.data["image"][:BATCH], np.nan)
+    image[:6] = made.problem.data["image"][:6]
+    batch = {"image": image, "label": made.problem.data["label"][:BATCH]}
+    report, gradient = made.gradient(np.array([6, 0]), "psum", batch)
+    assert not report.nonfinite_W.any() and np.isfinite(report.loss)
+
+
+@pytest.mark.parametrize("transport", ("psum", "hub"))
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("model", MODELS)
+def test_five_steps_of_momentum_equal_one_device(model, engine, transport):
+    made = problem(model, seed=5)
+    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9))
+    params, losses = reference_run(made, optimizer, BATCH, steps=5)
+    workers = {"mlp": 4, "cnn": 3, "transformer": 8}[model]
+    with Trainer(
+        made.loss_fn, optimizer, batch_size=BATCH, controller=RandomPlans(1), engine=engine, transport=transport,
+        devices=jax.devices()[:workers], capacity=BATCH, rungs=[4, 24] if engine == "chunked" else None,
+    ) as trainer:  # fmt: skip
+        state, history = trainer.fit(trainer.init(made.params), made.data, steps=5)
+    moved = jax.tree.map(np.subtract, state.params, made.params)
+    expected = jax.tree.map(np.subtract, params, made.params)
+    assert distance(moved, expected) <= 1e-5
+    np.testing.assert_allclose(history.losses, losses, rtol=1e-5)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_five_steps_of_adam_in_float64(engine, float64):
+    made = problem("transformer", seed=6, dtype=np.float64)
+    params, _ = reference_run(made, optax.adam(1e-2), BATCH, steps=5)
+    with Trainer(
+        made.loss_fn, optax.adam(1e-2), batch_size=BATCH, controller=RandomPlans(2), engine=engine,
+        devices=jax.devices()[:3], capacity=BATCH, rungs=[4, 24] if engine == "chunked" else None,
+    ) as trainer:  # fmt: skip
+        state, _ = trainer.fit(trainer.init(made.params), made.data, steps=5)
+    assert distance(state.params, params) <= 1e-9
+
+
+def test_an_extra_sum_over_workers_would_be_noticed(monkeypatch):
+    """The mutant: a second psum multiplies by the number of workers. The gradient check must see it."""
+    made = bench("mlp", "chunked", 2)
+    plain = jax.lax.psum
+    monkeypatch.setattr(jax.lax, "psum", lambda x, axis: plain(plain(x, axis), axis))
+    core = (made.problem.params, None, jax.tree.map(jnp.zeros_like, made.problem.params))
+
+    def sums_only(core, sums, finite):
+        return core[0], core[1], sums.grads
+
+    workers = made.engine.workers
+    mutant = Bench(made.engine, made.clocks, {"psum": make_reduce("psum", workers, made.layout, sums_only, core)}, made.layout, made.problem)
+    monkeypatch.undo()
+    honest = Bench(made.engine, made.clocks, {"psum": make_reduce("psum", workers, made.layout, sums_only, core)}, made.layout, made.problem)
+    batch = jax.tree.map(lambda x: x[:BATCH], made.problem.data)
+    _, grads = part_of_data(made.problem, 7, 0, BATCH)
+    summed = jax.tree.map(lambda g: g * BATCH, grads)
+    counts = np.array([10, 14])
+    assert distance(honest.gradient(counts, "psum", batch)[1], summed) <= 1e-5
+    assert distance(mutant.gradient(counts, "psum", batch)[1], summed) > 0.5
