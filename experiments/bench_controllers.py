@@ -86,7 +86,7 @@ class Score:
     from_second_step: float
     uninformed: float
     worst_step: float
-    settle: int  # changes until settled
+    settle: float  # changes until settled; infinite if never
     late_changes: int  # after the first 200 steps
 
 
@@ -99,7 +99,7 @@ def judge(run: Run, oracle_T: np.ndarray, best_T: np.ndarray, delay: int) -> Sco
         from_second_step=float(run.times_T[1:].sum() / oracle_T[1:].sum() - 1.0),
         uninformed=float(run.times_T[:first].sum() / oracle_T[:first].sum()),
         worst_step=float((run.times_T[first:] / oracle_T[first:]).max()),
-        settle=int(run.changed_T[: settled + 1].sum()),
+        settle=float(run.changed_T[: settled + 1].sum()) if settled < len(best_T) else np.inf,
         late_changes=int(run.changed_T[200:].sum()),
     )
 
@@ -129,14 +129,14 @@ def bench(job: tuple[str, int, int]) -> tuple[str, int, dict[int, dict[str, Scor
     return name, seed, scores
 
 
-def recover(job: tuple[str, float, int, int]) -> tuple[str, float, int, int]:
-    """Steps that one controller needs after the slow-down; as many as there are if it never recovers."""
+def recover(job: tuple[str, float, int, int]) -> tuple[str, float, int, float]:
+    """Steps that one controller needs after the slow-down; infinite if it never recovers."""
     column, noise, seed, delay = job
     trace = recovery(300, seed, noise)
     law, options = COLUMNS[column]
     run = simulate(make(law, **options), trace, trace.draw(seed), delay)
     good_T = (run.mean_times_T <= 1.1 * best_times(trace)[1])[150:]
-    return column, noise, delay, int(np.argmax(good_T)) if good_T.any() else len(good_T)
+    return column, noise, delay, float(np.argmax(good_T)) if good_T.any() else np.inf
 
 
 def plan_milliseconds(workers: int) -> float:
@@ -181,7 +181,7 @@ def collect(args: Args) -> dict[str, Any]:
             for name in names
         }  # fmt: skip
 
-    def worst(field: str, traces: Iterable[str]) -> dict[str, int]:
+    def worst(field: str, traces: Iterable[str]) -> dict[str, float]:
         """Over traces, seeds and both delays."""
         return {
             c: max(getattr(by[delay][c], field) for name in traces for by in scores[name].values() for delay in (0, 1))
@@ -222,6 +222,17 @@ def percent(fraction: float) -> str:
     return f"{value:.2f}" if abs(value) < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
 
 
+def whole(number: float) -> str:
+    return f"{number:.0f}" if number < np.inf else "never"
+
+
+def plain(value: Any) -> Any:
+    """For JSON: what never happens is null."""
+    if isinstance(value, dict):
+        return {key: plain(inner) for key, inner in value.items()}
+    return None if value == np.inf else value
+
+
 def show(results: dict[str, Any], console: Console) -> None:
     for delay, key in ((1, "regret"), (0, "regret_delay0")):
         for kind, names in (("quiet", list(QUIET)[:6]), ("quiet", list(QUIET)[6:]), ("disturbed", list(DISTURBED))):
@@ -240,11 +251,14 @@ def show(results: dict[str, Any], console: Console) -> None:
         worst_step = max(results["worst_step"][name][column] for name in results["worst_step"])
         numbers = [results[key][column] for key in ("changes_to_settle", "false_changes", "recovery_steps")]
         table.add_row(
-            column, *map(str, numbers), f"{worst_step:.1f}x", style="bold green" if column == "balanced" else None
+            column, *map(whole, numbers), f"{worst_step:.1f}x", style="bold green" if column == "balanced" else None
         )
     console.print(table)
-    console.print("steps to recover, 90th percentile:", results["recovery_steps_90th_percentile"])
-    console.print("plan_ms:", {workers: round(ms, 3) for workers, ms in results["plan_ms"].items()})
+    for noise, by in results["recovery_steps_90th_percentile"].items():
+        steps = ", ".join(f"{delay} {whole(steps)}" for delay, steps in by.items())
+        console.print(f"balanced recovers at noise {noise}, 90th percentile of steps: {steps}")
+    scale = ", ".join(f"{int(workers):,}: {ms:.2f}" for workers, ms in results["plan_ms"].items())
+    console.print(f"balanced, milliseconds a step by workers: {scale}")
 
 
 def verdict(results: dict[str, Any], console: Console) -> bool:
@@ -260,7 +274,8 @@ def verdict(results: dict[str, Any], console: Console) -> bool:
             lines.append((ok, f"{text}, limit {100 * limit:.0f}%"))
     settle, allowed = results["changes_to_settle_by_trace"], {"lag": 3, "noise15": 3, "noise20": 99}
     lines += [
-        (s["balanced"] <= allowed.get(n, 2), f"{n}: settled in {s['balanced']} changes") for n, s in settle.items()
+        (s["balanced"] <= allowed.get(n, 2), f"{n}: settled in {whole(s['balanced'])} changes")
+        for n, s in settle.items()
     ]
     false = results["false_changes_by_trace"]
     lines += [(false["noise5"]["balanced"] == 0, f"false changes at 5%: {false['noise5']['balanced']}")]
@@ -321,7 +336,7 @@ def main(args: Args) -> None:
     verdict(results, console)
     console.print(f"seeds {args.seeds}, {time.perf_counter() - start:.0f} s")
     if args.json:
-        args.json.write_text(json.dumps(results, indent=1))
+        args.json.write_text(json.dumps(plain(results), indent=1))
     if args.figure:
         draw(results, args, args.figure)
 

@@ -1,6 +1,6 @@
 """Planning: how many samples each worker gets, and which. Pure NumPy; never imports jax."""
 
-from hetjax.plan.allocation import Allocation, solve, solve_affine, solve_tables
+from hetjax.plan.allocation import Allocation, solve, solve_affine, solve_tables, within_reach
 from hetjax.plan.controllers import Controller, Observation, Plan, make
 from hetjax.plan.cost_model import CostModel
 from hetjax.plan.limits import Limits
@@ -18,4 +18,5 @@ __all__ = [
     "solve",
     "solve_affine",
     "solve_tables",
+    "within_reach",
 ]

@@ -48,23 +48,22 @@ def solve(
     _check_batch(batch, limits)
     current_W = np.zeros(limits.workers, np.int64) if current_W is None else np.asarray(current_W, np.int64)
     units, remainder = divmod(batch, limits.quantum)
-    base_W, size_W = limits.levels.base_K[limits.kind_W], limits.levels.size_K[limits.kind_W]
-    grid = _Grid(
-        startup_W=startup_W,
-        per_work_W=per_work_W,
-        value_L=limits.levels.value_L,
-        top_L=limits.levels.top_L,
-        base_W=base_W,
-        size_W=size_W,
-        idle_W=np.zeros(limits.workers),
-        low_W=-(-limits.minimum_W // limits.quantum),
-        cap_W=limits.capacity_W // limits.quantum,
-    )
+    grid = _Grid.of(startup_W, per_work_W, limits)
     if remainder == 0:
         if np.any(grid.low_W > grid.cap_W) or not grid.low_W.sum() <= units <= grid.cap_W.sum():
             raise _unreachable(batch, limits)
         return grid.allocate(units, limits.quantum, 0, 0, current_W, bound_tolerance)
     return _with_remainder(grid, limits, batch, current_W, bound_tolerance)
+
+
+def within_reach(startup_W: np.ndarray, per_work_W: np.ndarray, limits: Limits, batch: int, time: float) -> bool:
+    """Whether the batch could be done in `time`: sum_i h_i(time) >= batch. False is a proof that it cannot.
+
+    Much cheaper than `solve`. True is certain too unless the batch has a remainder. Costs must be finite.
+    """
+    grid = _Grid.of(startup_W, per_work_W, limits)
+    units_W = np.minimum(grid.top_L[grid.base_W + grid.reach(time, grid.guess(time))], grid.cap_W)
+    return int(units_W.sum()) >= batch // limits.quantum and grid.floor() <= time
 
 
 def solve_affine(
@@ -124,6 +123,21 @@ class _Grid:
     idle_W: np.ndarray  # time at no unit: 0, or that of the remainder for the worker that takes it
     low_W: np.ndarray
     cap_W: np.ndarray
+
+    @classmethod
+    def of(cls, startup_W: np.ndarray, per_work_W: np.ndarray, limits: Limits) -> _Grid:
+        levels = limits.levels
+        return cls(
+            startup_W=startup_W,
+            per_work_W=per_work_W,
+            value_L=levels.value_L,
+            top_L=levels.top_L,
+            base_W=levels.base_K[limits.kind_W],
+            size_W=levels.size_K[limits.kind_W],
+            idle_W=np.zeros(limits.workers),
+            low_W=-(-limits.minimum_W // limits.quantum),
+            cap_W=limits.capacity_W // limits.quantum,
+        )
 
     def time(self, level_W: np.ndarray) -> np.ndarray:
         return np.where(level_W > 0, self.busy(level_W), self.idle_W)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetjax.plan.allocation import solve
+from hetjax.plan.allocation import solve, within_reach
 from hetjax.plan.controllers import Balanced, Observation, make
 from hetjax.plan.limits import Limits
 from hetjax.plan.rounding import allowed
@@ -200,18 +200,21 @@ def test_a_worker_fifty_times_slower_does_not_hold_up_the_others():
     assert np.all(run.mean_times_T[2:] <= 1.25 * best_times(trace)[1][2:])
 
 
-def test_quick_bound_never_hides_a_gain():
-    """The screen before the solver is a true lower bound of the solver's optimum."""
+@pytest.mark.parametrize("quantum", [1, 4])
+def test_the_screen_before_the_solver_never_hides_a_gain(quantum):
     for seed in range(40):
         rng = np.random.default_rng(seed)
         workers = int(rng.integers(1, 9))
         stair = np.concatenate([[0.0], np.cumsum(rng.choice([0.0, 1.0, 3.0], 200))])
-        limits = Limits(np.full(workers, 200), np.zeros(workers, np.int64), 1, np.zeros(workers, np.int64), (stair,))
-        startup_W, per_work_W = rng.random(workers) * 20, rng.random(workers) + 0.01
+        kind_W = np.zeros(workers, np.int64)
+        limits = Limits(np.full(workers, 200), np.zeros(workers, np.int64), quantum, kind_W, (stair,))
+        costs = rng.random(workers) * 20, rng.random(workers) + 0.01
         controller = Balanced()
         controller.usual = int(rng.integers(1, 200 * workers))
-        bound = controller._bound(startup_W, per_work_W, limits)
-        assert bound <= solve(startup_W, per_work_W, limits, controller.usual).time * (1 + 1e-12), f"seed {seed}"
+        best = solve(*costs, limits, controller.usual)
+        assert controller._within_reach(costs, limits, best.time * (1 + 1e-12)), f"seed {seed}"
+        if controller.usual % quantum == 0:
+            assert not within_reach(*costs, limits, controller.usual, np.nextafter(best.time, 0)), f"seed {seed}"
 
 
 def test_unknown_names_are_explained():

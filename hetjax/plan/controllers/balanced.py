@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hetjax.plan.allocation import solve
+from hetjax.plan.allocation import solve, within_reach
 from hetjax.plan.controllers.frame import Frame
 from hetjax.plan.controllers.protocol import Observation, Plan
 from hetjax.plan.cost_model import CostModel
@@ -96,7 +96,7 @@ class Balanced(Frame):
         slowest = int(np.argmax(time_W))
         now = float(time_W[slowest])
         needed = self._needed(float(self.model.relative_sd(work_W)[slowest]))
-        if now <= (1.0 + needed) * self._bound(*costs, limits):
+        if self.planned and not self._within_reach(costs, limits, now / (1.0 + needed)):
             return counts_W, ""
         best = solve(*costs, limits, self.usual, counts_W, 0.05)
         gain = now / best.time - 1.0 if best.time > 0 else 0.0
@@ -142,13 +142,14 @@ class Balanced(Frame):
         new = float(np.max(_times(before, new_W, limits.work(new_W))))
         return self.model.passing * (new / old - 1.0) > self.model.lasting * gain
 
-    def _bound(self, startup_W: np.ndarray, per_work_W: np.ndarray, limits: Limits) -> float:
-        """A quick lower bound of T*: all workers active, no limits, the cheapest work per sample; 0 if that fails."""
-        pace_W = per_work_W * limits.least_W
-        if not np.all(pace_W > 0):
-            return 0.0
-        time = (self.usual + float((startup_W / pace_W).sum())) / float((1.0 / pace_W).sum())
-        return time if np.all(startup_W <= time) else 0.0
+    def _within_reach(self, costs: tuple[np.ndarray, np.ndarray], limits: Limits, time: float) -> bool:
+        """Whether any counts could be as fast as `time`: a bound from a formula first, then the exact count."""
+        pace_W = costs[1] * limits.least_W  # the cheapest a sample can be
+        if np.all(pace_W > 0):
+            bound = (self.usual + float((costs[0] / pace_W).sum())) / float((1.0 / pace_W).sum())
+            if time < bound and np.all(costs[0] <= bound):  # holds if all workers are active
+                return False
+        return within_reach(*costs, limits, self.usual, time)
 
     def plan(self, batch: int, limits: Limits, epoch: int = 0) -> Plan:
         plan = super().plan(batch, limits, epoch)

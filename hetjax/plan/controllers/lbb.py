@@ -24,7 +24,7 @@ class Lbb(Frame):
     learned = ("steps", "cool", "sums_5xW", "last_W", "fresh")
 
     def __init__(
-        self, hold: float = 0.06, nudge: float = 0.15, cool_down: int = 30, warm_up: int = 10, memory: float = 0.97
+        self, hold: float = 0.06, nudge: float = 0.15, cool_down: int = 30, warm_up: int = 10, memory: float = 0.9
     ) -> None:
         self.memory = memory
         self.hold, self.nudge, self.cool_down, self.warm_up = hold, nudge, cool_down, warm_up
