@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +29,6 @@ from hetjax.run.layout import Layout, Report
 from hetjax.run.local import eval_sums, layout_of, train_sums
 from hetjax.run.reduce import Reduce, make_reduce, own_slots
 from hetjax.run.simulate import Simulation, constant
-from hetjax.run.sync_axis import SyncAxis
 from hetjax.run.update import State, optimiser_step, running_average, unchanged
 from hetjax.run.workers import Workers
 
@@ -123,20 +121,17 @@ class Trainer:
         self.controller: Controller = controllers.make(controller) if isinstance(controller, str) else controller
         self.workers = Workers.of(devices)
         self.engine, self.transport = engine, transport
-        self.quantum = int(quantum or getattr(loss_fn, "quantum", 1))
+        self.quantum: int = quantum if quantum is not None else getattr(loss_fn, "quantum", 1)
         self.advance, self.ema_decay = advance or running_average(), ema_decay
         self.on_nonfinite, self.wait_limit = on_nonfinite, wait_limit
         self.simulation = self._simulation(speeds)
-        self._engine_options = {"capacity": capacity, "max_rows": max_rows, "rungs": rungs, "complete": complete_ladder}
+        self._engine_options: dict[str, Any] = {"capacity": capacity, "max_rows": max_rows, "rungs": rungs, "complete": complete_ladder}
         self._sessions: dict[bool, _Session] = {}
         self._shares_W = np.ones(len(self.workers))
         self._stop = False
 
     def _simulation(self, speeds: Sequence[float] | Simulation | None) -> Simulation | None:
-        if speeds is None or isinstance(speeds, Simulation):
-            simulation = speeds
-        else:
-            simulation = Simulation(constant(speeds))
+        simulation = speeds if speeds is None or isinstance(speeds, Simulation) else Simulation(constant(speeds))
         if simulation is not None and (given := len(simulation.trace(0)[0])) != len(self.workers):
             raise ValueError(
                 f"Speeds were given for {given} workers, but there are {len(self.workers)}: give one speed each."
@@ -146,7 +141,7 @@ class Trainer:
     # -- what a user calls --
 
     def init(self, params: Tree, model_state: Tree = None) -> State:
-        """The state before the first step. `params` is any tree of arrays; the same values must be given on all hosts."""
+        """The state before the first step. `params` is any tree of arrays, the same on all hosts."""
         if not jax.tree.leaves(params):
             raise ValueError("params holds no arrays: there is nothing to train.")
         ema = None if self.ema_decay is None else jax.tree.map(lambda p: p, params)
@@ -192,7 +187,9 @@ class Trainer:
                 done, samples = done + 1, samples + flight.step.batch
                 record = _record(done, flight, report, now - last, now - began, samples)
                 last = now
-                state = State(*reduce.core, step=done, cursor=state.cursor + flight.step.batch)
+                params, model_state, opt_state, ema = reduce.core
+                cursor = state.cursor + flight.step.batch
+                state = State(params, model_state, opt_state, ema, step=done, cursor=cursor)
                 ideal_s += self._ideal_seconds(flight)
                 history.records.append(record)
                 self._check_finite(record)
@@ -321,8 +318,8 @@ class Trainer:
         if (report.checksums_W != flight.plan.checksum).any():
             odd = np.flatnonzero(report.checksums_W != flight.plan.checksum).tolist()
             raise RuntimeError(
-                f"Workers {odd} used another plan than this process in step {step}: the processes no longer agree. Check "
-                "that all run the same code, data and configuration, and start again from the last checkpoint."
+                f"Workers {odd} used another plan than this process in step {step}: the processes no longer agree. "
+                "Check that all run the same code, data and configuration, and start again from the last checkpoint."
             )
         if train:
             times_W = np.where(flight.plan.counts_W > 0, report.times_W, np.nan)
@@ -350,7 +347,7 @@ class Trainer:
         given = {name: n for name, n in {"epochs": epochs, "steps": steps, "stop_at": stop_at}.items() if n is not None}
         if len(given) != 1 or next(iter(given.values())) < 1:
             raise ValueError(
-                f"Say how long to train with exactly one of epochs, steps or stop_at, at least 1; got {given or 'none'}."
+                f"Say how long to train with exactly one of epochs, steps or stop_at, at least 1; got {given or None}."
             )
         if stop_at is not None:
             if stop_at <= cursor:
@@ -371,14 +368,13 @@ class Trainer:
             known.close()
         stateful = state.model_state is not None
         objective = Objective(self.loss_fn if train else self.eval_fn, stateful)
-        axis = SyncAxis(None)
-        with axis.allowed():
-            layout = layout_of(objective, params, model_state, row, max(self.quantum, 2), train=train)
-        name, why = choose(self.engine, self.workers, axis.used)
-        if axis.used and train and self.controller.name not in ("equal", "static"):
+        layout, exact_sync = layout_of(objective, params, model_state, row, max(self.quantum, 2), train=train)
+        name, why = choose(self.engine, self.workers, exact_sync)
+        if exact_sync and train and self.controller.name not in ("equal", "static"):
             raise ValueError(
-                f"Exactly synchronised statistics make workers wait for each other inside the local phase, so their times "
-                f"say nothing about their speeds: controller {self.controller.name!r} cannot work. Use 'equal' or 'static'."
+                f"Exactly synchronised statistics make workers wait for each other inside the local phase, so their "
+                f"times say nothing about their speeds: controller {self.controller.name!r} cannot work. "
+                "Use 'equal' or 'static'."
             )
         if train:
             log.info("Engine %s: %s.", name, why)

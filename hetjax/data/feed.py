@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -21,8 +21,8 @@ class Order(Protocol):
 class Feed:
     """Fetches spans of positions; a span asked for in advance is there when it is taken.
 
-    Positions, not workers, are fetched, so a new plan only moves the borders of slices. Where this process computes only
-    a part of the batch, the trainer asks in advance for its span with a margin, and `take` fetches what is still missing.
+    Positions, not workers, are fetched, so a new plan only moves the borders of slices. Where this process computes
+    only a part of the batch, the trainer asks in advance for its span with a margin, and `take` adds what is missing.
     """
 
     def __init__(self, source: Source, order: Order):

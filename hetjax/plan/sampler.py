@@ -27,7 +27,7 @@ def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarr
     """
     half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
     mask, shift = np.uint64((1 << half) - 1), np.uint64(half)
-    base = _mix(np.uint64([seed & 0xFFFFFFFFFFFFFFFF]), np.uint64(0x9E3779B97F4A7C15))
+    base = _mix(np.array([seed & 0xFFFFFFFFFFFFFFFF], np.uint64), np.uint64(0x9E3779B97F4A7C15))
     base = _mix(base ^ np.uint64(epoch), np.uint64(0xD1B54A32D192ED03))
     keys = [_mix(base, np.uint64(r + 1))[0] for r in range(_ROUNDS)]
 

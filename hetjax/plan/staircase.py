@@ -12,7 +12,7 @@ import numpy as np
 class Staircase:
     """For every count n the cheapest cover by rungs, found by a small dynamic programme.
 
-        price(0) = 0,   price(n) = min over sets of rungs that cover n of  sum of their prices + (their number - 1) x joint
+        price(n) = min over sets of rungs that cover n of  sum of their prices + (their number - 1) x joint
 
     Prices are measured, not assumed proportional to the rows: small chunks are the fast ones for some models and the
     slow ones for others. A cover of n + 1 samples also covers n, so the table never falls.
@@ -66,7 +66,8 @@ class Staircase:
 def geometric_rungs(top: int, quantum: int = 1, ratio: float = 1.15, span: int = 32) -> list[int]:
     """Rungs from `top` down to top / span, each about `ratio` below the next, multiples of the quantum.
 
-    At a ratio of 1.15 a count between two rungs wastes at most an eighth of its rows, half of that on average. Larger rungs are rounded up to multiples of 2, 4 or 8, which suit vector units.
+    At a ratio of 1.15 a count between two rungs wastes at most an eighth of its rows, half of that on average. Larger
+    rungs are rounded up to multiples of 2, 4 or 8, which suit vector units.
     """
     rungs, size = {-(-top // quantum) * quantum}, float(top)
     while (size := size / ratio) >= max(top / span, 1):

@@ -16,14 +16,14 @@ _listening = False
 _lock = threading.Lock()
 
 
-def _on_duration(event: str, duration: float, **_: object) -> None:
+def _on_duration(event: str, duration_secs: float, **_: str | int) -> None:
     global _count
     if event == _COMPILED and not getattr(_mine, "expected", False):
         with _lock:
             _count += 1
 
 
-def _on_event(event: str, **_: object) -> None:
+def _on_event(event: str, **_: str | int) -> None:
     if event == _CACHE_HIT:
         _mine.hits = getattr(_mine, "hits", 0) + 1
 

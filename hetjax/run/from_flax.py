@@ -20,7 +20,7 @@ ExampleLoss = Callable[..., Any]
 
 @dataclass(frozen=True)
 class FlaxModel:
-    """What a Trainer and its `init` take: `Trainer(m.loss_fn, tx, eval_fn=m.eval_fn, ...)`, `init(m.params, m.model_state)`."""
+    """What a Trainer takes: `Trainer(m.loss_fn, tx, eval_fn=m.eval_fn, ...)`, `init(m.params, m.model_state)`."""
 
     loss_fn: Callable[..., Any]
     eval_fn: Callable[..., Any]
@@ -40,8 +40,9 @@ def from_nnx(model: nnx.Module, example_loss: ExampleLoss) -> FlaxModel:
     trained, evaluated = nnx.clone(model), nnx.clone(model)
     trained.train()
     evaluated.eval()
-    graph, params, stats, streams, rest = nnx.split(trained, nnx.Param, nnx.BatchStat, nnx.RngState, ...)
-    eval_graph, *_ = nnx.split(evaluated, nnx.Param, nnx.BatchStat, nnx.RngState, ...)
+    graph, *states = nnx.split(trained, nnx.Param, nnx.BatchStat, nnx.RngState, ...)
+    params, stats, streams, rest = states
+    eval_graph = nnx.graphdef(evaluated)
     stateful = bool(jax.tree.leaves(stats))
 
     def train_one(params: Tree, stats: Tree, example: Tree, key: jax.Array) -> tuple[Any, Tree]:
@@ -70,8 +71,8 @@ def from_linen(
     """`example_loss(apply, example)` gives the loss of one example; `apply(x, ...)` calls the module on it.
 
     `variables` come from `module.init`. Dropout gets the example's own key under 'dropout'. `eval_module` is the module
-    for evaluation where modes are fixed at construction (`use_running_average=True`, `deterministic=True`); `group` is that of its
-    LinenBatchNorm layers.
+    for evaluation where modes are fixed at construction (`use_running_average=True`, `deterministic=True`); `group`
+    is that of its LinenBatchNorm layers.
     """
     params = variables["params"]
     stats = variables.get("batch_stats", {})
@@ -147,8 +148,8 @@ def _groups(model: nnx.Module) -> list[int]:
     for path, module in nnx.iter_modules(model):
         if isinstance(module, nnx.BatchNorm):
             raise ValueError(
-                f"The layer {'.'.join(map(str, path))} is flax.nnx.BatchNorm, whose statistics depend on how the batch is "
-                "split among workers. Use hetjax.BatchNorm (fixed groups of the global batch) or GroupNorm."
+                f"The layer {'.'.join(map(str, path))} is flax.nnx.BatchNorm, whose statistics depend on how the batch "
+                "is split among workers. Use hetjax.BatchNorm (fixed groups of the global batch) or GroupNorm."
             )
         if isinstance(module, BatchNorm):
             groups.append(module.group)

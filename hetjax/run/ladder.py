@@ -75,14 +75,16 @@ class Ladder:
             with expected():
                 programs = compile_for(self.chunk, self.arguments(rung, None), self.devices)
         except Exception as error:
-            return self._drop(rung, "compiling it ran out of memory", error)
+            self._drop(rung, "compiling it ran out of memory", error)
+            return None
         need, have = memory.needed(programs[0]), memory.available(self.devices[0])
         if need is not None and have is not None and need > have:
-            return self._drop(rung, f"it needs {need / 2**30:.2f} GiB and the device has {have / 2**30:.2f} GiB")
+            self._drop(rung, f"it needs {need / 2**30:.2f} GiB and the device has {have / 2**30:.2f} GiB")
+            return None
         return dict(zip(self.devices, programs, strict=True))
 
     def add(self, rung: int, programs: dict[jax.Device, Any] | None) -> None:
-        """Take a compiled rung into use, priced side by side with the rung next to it, whatever the machine does now."""
+        """Take a compiled rung into use, priced side by side with the rung next to it, whatever the machine does."""
         if self._try(rung, programs):
             known = _nearest(list(self.prices), rung)
             seconds = self._time([rung, known])
@@ -104,7 +106,7 @@ class Ladder:
         return rung + _CHUNK_COST_IN_ROWS if self.priced_by_rows else seconds
 
     def _time(self, rungs: Sequence[int]) -> dict[int, float]:
-        """The shortest seconds of each rung, and of adding, all of them in turn so that a busy moment hits all alike."""
+        """The shortest seconds of each rung, and of adding: all in turn, so that a busy moment hits all alike."""
         device = self.devices[0]
         arguments = {rung: self.arguments(rung, device) for rung in rungs}
         seconds: dict[int, list[float]] = {rung: [] for rung in (*rungs, _JOINT)}
@@ -136,7 +138,7 @@ class Ladder:
         return Staircase.from_prices(fits, [prices[rung] for rung in fits], capacity, self.joint)
 
     def next_rung(self, counts: Sequence[int], limit: int, capacity: int) -> int | None:
-        """The missing rung that promises to save most at these counts, judged by interpolated prices; None if none does."""
+        """The missing rung that promises to save most at these counts, at interpolated prices; None if none does."""
         have = sorted(self.prices)
         cost = lambda stairs: sum(float(stairs.price_N[n]) for n in counts)
         now, best, chosen = cost(self.staircase(limit, capacity)), 1 - _WORTH_COMPILING, None

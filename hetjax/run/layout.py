@@ -1,6 +1,6 @@
 """The one flat vector that a step sums over all workers: what lies where.
 
-    large gradient leaves | small gradient leaves | model-state sums | loss, weight, count, metrics | slots of all workers
+    large gradients | small gradients | model-state sums | loss, weight, count, metrics | one set of slots per worker
 
 A worker writes only its own slots, so the sum over workers is also a gather of the slots. Before the reduce a worker
 keeps its sums in PARTS: each large gradient as XLA wrote it, and one vector of all the rest. Laying them side by side
@@ -102,7 +102,12 @@ class Layout:
             states.append(value)
         state_sums = jax.tree.unflatten(jax.tree.structure(self.state_sums), states)
         return Sums(
-            tree.unflatten(grads), state_sums, flat[at], flat[at + 1], flat[at + 2], self.metrics_at(flat[at + 3 :])
+            jax.tree.unflatten(tree, grads),
+            state_sums,
+            flat[at],
+            flat[at + 1],
+            flat[at + 2],
+            self.metrics_at(flat[at + 3 :]),
         )
 
     @staticmethod

@@ -62,12 +62,17 @@ def eval_sums(objective: Objective, layout: Layout) -> RowSums:
     return sums
 
 
-def layout_of(objective: Objective, params: Tree, model_state: Tree, row: Tree, rows: int, *, train: bool) -> Layout:
-    """The flat layout of a model, from shapes alone. `row` holds the shape and dtype of one sample's arrays."""
+def layout_of(
+    objective: Objective, params: Tree, model_state: Tree, row: Tree, rows: int, *, train: bool
+) -> tuple[Layout, bool]:
+    """The flat layout of a model, from shapes alone, and whether a layer talks across workers in the forward pass.
+
+    `row` holds the shape and dtype of one sample's arrays.
+    """
     block = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype), row)
     keys_b = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
     mask_b = jax.ShapeDtypeStruct((rows,), jnp.bool_)
-    with SyncAxis.shapes_only():
+    with SyncAxis(None).allowed() as axis:
         told, state_sums = jax.eval_shape(objective, params, model_state, block, keys_b, mask_b)
     grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params) if train else ()
-    return Layout.of(grads, state_sums if train else (), tuple(told.metrics))
+    return Layout.of(grads, state_sums if train else (), tuple(told.metrics)), axis.used

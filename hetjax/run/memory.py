@@ -11,7 +11,7 @@ SAFE_SHARE = 0.9  # allocators need room; other buffers (optimiser, next batch) 
 
 
 def available(device: jax.Device) -> int | None:
-    """Bytes a worker may use: the device's limit, or its share of the host's memory for a CPU device; None if unknown."""
+    """Bytes a worker may use: its device's limit, or for a CPU device its share of the host's; None if unknown."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return int(stats["bytes_limit"] * SAFE_SHARE)

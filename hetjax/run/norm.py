@@ -85,7 +85,7 @@ def _normalise(
 
 
 class BatchNorm(nnx.Module):
-    """For Flax NNX. In training `mean` and `var` are set to the batch's statistics; hetjax averages them over the steps."""
+    """For Flax NNX. In training `mean` and `var` become the batch's statistics; hetjax averages them over the steps."""
 
     def __init__(
         self,

@@ -3,8 +3,8 @@
 Two transports behind one interface, chosen from the kinds of devices:
 
     psum  the workers form one mesh: a `shard_map` sums and every worker applies the same update to its own copy.
-    hub   they cannot (unlike GPUs in one process, CPU + GPU): each worker's vector is copied to worker 0's device, added
-          in worker order, the update is applied there and the parameters are copied back.
+    hub   they cannot (unlike GPUs in one process, CPU + GPU): each worker's vector is copied to worker 0's device,
+          added in worker order, the update is applied there and the parameters are copied back.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def make_reduce(transport: str, workers: Workers, layout: Layout, finish: Finish
     if transport == "psum":
         if len(workers.kinds) > 1:
             raise ValueError(
-                f"The psum transport needs devices of one kind, but the workers are {', '.join(workers.kinds)}: XLA runs no "
-                "single program over unlike devices. Use transport='hub' (or 'auto')."
+                f"The psum transport needs devices of one kind, but the workers are {', '.join(workers.kinds)}: XLA "
+                "runs no single program over unlike devices. Use transport='hub' (or 'auto')."
             )
         return Psum(workers, layout, finish, core)
     if transport == "hub":
@@ -104,7 +104,7 @@ class Psum:
 
     def step(self, laps: Sequence[Lap], slots: Sequence[list[float]]) -> None:
         parts = tuple(self.workers.stack(part) for part in zip(*(lap.parts for lap in laps), strict=True))
-        self.core, self._tail = self._run(self.core, parts, self.workers.from_host(np.asarray(slots, np.float32)))
+        self.core, self._tail = self._run(self.core, parts, self.workers.from_host(list(np.asarray(slots, np.float32))))
 
     def report(self) -> Report:
         assert self._tail is not None

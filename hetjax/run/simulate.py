@@ -82,6 +82,6 @@ class Simulation:
         if self.overruns <= OVERRUN_WARNING * self.phases:
             return None
         return (
-            f"{self.overruns} of {self.phases} local phases took longer than simulated: the machine was too slow or too "
-            "busy, and the speeds of this run are not the ones asked for. Use fewer workers or lower speeds."
+            f"{self.overruns} of {self.phases} local phases took longer than simulated: the machine was too slow or "
+            "too busy, and the speeds of this run are not the ones asked for. Use fewer workers or lower speeds."
         )

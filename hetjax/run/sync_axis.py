@@ -33,10 +33,6 @@ class SyncAxis:
         finally:
             _CURRENT.reset(token)
 
-    @classmethod
-    def shapes_only(cls):
-        return cls(None).allowed()
-
     @staticmethod
     def current() -> SyncAxis:
         axis = _CURRENT.get()

@@ -1,4 +1,4 @@
-"""From the summed vector to new parameters: divide by the global weight once, apply the optimiser, keep only finite steps."""
+"""From the summed vector to new parameters: divide by the global weight once, apply the optimiser, keep it finite."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class State:
 
 
 def running_average(momentum: float = 0.9) -> Callable[[Tree, Tree], Tree]:
-    """state <- momentum * state + (1 - momentum) * sums / count, for state sums of the form (sums like the state, count)."""
+    """state <- momentum * state + (1 - momentum) * sums / count, for state sums (sums like the state, count)."""
 
     def advance(model_state: Tree, state_sums: Tree) -> Tree:
         sums, count = state_sums

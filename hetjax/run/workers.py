@@ -86,4 +86,4 @@ class Workers:
         """A replicated tree as one single-device tree per local worker."""
         leaves, treedef = jax.tree.flatten(tree)
         pieces = [self.pieces(leaf) for leaf in leaves]
-        return [treedef.unflatten([piece[k] for piece in pieces]) for k in range(len(self.local))]
+        return [jax.tree.unflatten(treedef, [piece[k] for piece in pieces]) for k in range(len(self.local))]

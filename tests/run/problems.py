@@ -50,7 +50,10 @@ def problem(name: str, samples: int = 64, seed: int = 0, dtype: Any = np.float32
         options = {"mlp": {"hidden": (24, 16)}, "cnn": {"widths": (4, 6), "hidden": 12}}[name]
         make = {"mlp": models.MLP, "cnn": models.CNN}[name]
         model = make((8, 8, 1), 5, dropout=0.2, dtype=dtype, rngs=rngs, **options)
-        data = {"image": rng.normal(size=(samples, 8, 8, 1)).astype(dtype), "label": rng.integers(0, 5, samples).astype(np.int32)}
+        data = {
+            "image": rng.normal(size=(samples, 8, 8, 1)).astype(dtype),
+            "label": rng.integers(0, 5, samples).astype(np.int32),
+        }
         loss = _image_loss
     flax = from_nnx(model, loss)
     return Problem(flax.loss_fn, jax.tree.map(lambda p: p.astype(dtype), flax.params), data)
@@ -73,20 +76,24 @@ def _weighted_mean(loss_fn, params, batch, keys, chosen_b):
 
 
 def part_of_data(problem: Problem, seed: int, start: int, stop: int) -> tuple[float, Any]:
-    """Loss and gradient at the first parameters of the mean over rows start .. stop-1, in one plain batch on one device."""
+    """Loss and gradient at the first parameters of the mean over rows start .. stop-1, on one device."""
     rows = len(next(iter(problem.data.values())))
     chosen_b = (np.arange(rows) >= start) & (np.arange(rows) < stop)
-    return _weighted_mean(problem.loss_fn, problem.params, problem.data, keys_for(seed, 0, 0, rows), chosen_b.astype(np.float32))
+    return _weighted_mean(
+        problem.loss_fn, problem.params, problem.data, keys_for(seed, 0, 0, rows), chosen_b.astype(np.float32)
+    )
 
 
-def reference_run(problem: Problem, optimizer: optax.GradientTransformation, batch_size: int, steps: int, seed: int = 0):
+def reference_run(
+    problem: Problem, optimizer: optax.GradientTransformation, batch_size: int, steps: int, seed: int = 0
+):
     """Plain training on one device with the whole batch at once, in the sampler's order."""
     sampler = Sampler(len(next(iter(problem.data.values()))), batch_size, seed)
     params, opt_state, cursor, losses = problem.params, optimizer.init(problem.params), 0, []
     for _ in range(steps):
         step = sampler.step(cursor)
         index = sampler.indices(step.epoch, step.start, step.stop)
-        batch = jax.tree.map(lambda x: x[index], problem.data)
+        batch = {name: values[index] for name, values in problem.data.items()}
         keys = keys_for(seed, step.epoch, step.start, step.stop)
         loss, grads = _weighted_mean(problem.loss_fn, params, batch, keys, np.ones(step.batch, np.float32))
         updates, opt_state = optimizer.update(grads, opt_state, params)

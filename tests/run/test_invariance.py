@@ -1,4 +1,4 @@
-"""Any allocation equals one big batch: gradients, loss and updates, for every engine, transport and number of workers."""
+"""Any allocation equals one big batch: gradients, loss and updates, for every engine and number of workers."""
 
 import functools
 from dataclasses import dataclass
@@ -58,10 +58,14 @@ def bench(model: str, engine: str, workers: int) -> Bench:
     row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), made.data)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), made.params)
     objective = Objective(made.loss_fn)
-    layout = layout_of(objective, shapes, None, row, 2, train=True)
+    layout, _ = layout_of(objective, shapes, None, row, 2, train=True)
     program = Program(train_sums(objective, layout), layout.sizes, layout.dtype, shapes, None, row)
     clocks = Clocks(devices)
-    options = {"chunked": {"rungs": [4, 10, 24]}, "looped": {"micro": 5, "capacity": BATCH}, "masked": {"capacity": BATCH}}
+    options = {
+        "chunked": {"rungs": [4, 10, 24]},
+        "looped": {"micro": 5, "capacity": BATCH},
+        "masked": {"capacity": BATCH},
+    }
     built = make_engine(engine, program, devices, clocks, batch=BATCH, **options[engine])
     core = (made.params, None, jax.tree.map(jnp.zeros_like, made.params))
     reduces = {t: make_reduce(t, devices, layout, _keep_gradient, core) for t in ("psum", "hub")}
@@ -114,17 +118,18 @@ def test_padding_full_of_rubbish_never_reaches_a_gradient(engine):
         assert distance(gradient, grads) <= 1e-5
 
 
-@pytest.mark.parametrize("engine", ("looped", "masked"))
+@pytest.mark.parametrize("engine", ["looped", "masked"])
 def test_a_worker_without_samples_may_hold_only_rubbish(engine):
     made = bench("mlp", engine, 2)
     image = np.full_like(made.problem.data["image"][:BATCH], np.nan)
     image[:6] = made.problem.data["image"][:6]
     batch = {"image": image, "label": made.problem.data["label"][:BATCH]}
-    report, gradient = made.gradient(np.array([6, 0]), "psum", batch)
-    assert not report.nonfinite_W.any() and np.isfinite(report.loss)
+    report, _ = made.gradient(np.array([6, 0]), "psum", batch)
+    assert not report.nonfinite_W.any()
+    assert np.isfinite(report.loss)
 
 
-@pytest.mark.parametrize("transport", ("psum", "hub"))
+@pytest.mark.parametrize("transport", ["psum", "hub"])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("model", MODELS)
 def test_five_steps_of_momentum_equal_one_device(model, engine, transport):
@@ -166,9 +171,21 @@ def test_an_extra_sum_over_workers_would_be_noticed(monkeypatch):
         return core[0], core[1], sums.grads
 
     workers = made.engine.workers
-    mutant = Bench(made.engine, made.clocks, {"psum": make_reduce("psum", workers, made.layout, sums_only, core)}, made.layout, made.problem)
+    mutant = Bench(
+        made.engine,
+        made.clocks,
+        {"psum": make_reduce("psum", workers, made.layout, sums_only, core)},
+        made.layout,
+        made.problem,
+    )
     monkeypatch.undo()
-    honest = Bench(made.engine, made.clocks, {"psum": make_reduce("psum", workers, made.layout, sums_only, core)}, made.layout, made.problem)
+    honest = Bench(
+        made.engine,
+        made.clocks,
+        {"psum": make_reduce("psum", workers, made.layout, sums_only, core)},
+        made.layout,
+        made.problem,
+    )
     batch = jax.tree.map(lambda x: x[:BATCH], made.problem.data)
     _, grads = part_of_data(made.problem, 7, 0, BATCH)
     summed = jax.tree.map(lambda g: g * BATCH, grads)

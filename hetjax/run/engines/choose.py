@@ -74,8 +74,8 @@ def make_engine(
     smallest = int(capacity_W.min())
     if smallest * len(workers) < batch:
         raise ValueError(
-            f"The {name} engine has one buffer size for all workers, the smallest capacity: {smallest} x {len(workers)} "
-            f"workers is less than batch_size {batch}. Raise the smallest capacity or use engine='chunked'."
+            f"The {name} engine has one buffer size for all workers, the smallest capacity: {smallest} x "
+            f"{len(workers)} workers is less than batch_size {batch}. Raise the smallest capacity or use engine='chunked'."
         )
     if name == "masked":
         return Masked(program, workers, clocks, capacity=smallest, quantum=quantum)
@@ -89,6 +89,6 @@ def per_worker(what: str, given: int | Sequence[int] | None, default: int, worke
         raise ValueError(f"{what} must be whole numbers of at least 1, one for all workers or one each; got {given!r}.")
     if len(values) not in (1, len(workers)):
         raise ValueError(
-            f"{what} lists {len(values)} numbers, but there are {len(workers)} workers: give one or {len(workers)}."
+            f"{what} lists {len(values)} numbers for {len(workers)} workers: give one number, or one for each."
         )
     return np.broadcast_to(values.astype(np.int64), (len(workers),)).copy()

@@ -41,7 +41,6 @@ class Chunk:
 
 class Chunked:
     name = "chunked"
-    exact_sync = False
 
     def __init__(
         self,
@@ -74,7 +73,8 @@ class Chunked:
                 self._arguments,
                 self._add,
                 devices,
-                rungs or self._candidates([m for m, d in zip(self.max_rows_W, workers.devices) if d in devices]),
+                rungs
+                or self._candidates([m for m, d in zip(self.max_rows_W, workers.devices, strict=True) if d in devices]),
                 complete=complete or rungs is not None,
                 priced_by_rows=priced_by_rows,
             )
@@ -105,9 +105,8 @@ class Chunked:
 
     def _survey(self) -> None:
         """Build the staircase of every group of like workers from the present prices."""
-        self._group_W = [
-            (device_kind(d), int(m), int(c)) for d, m, c in zip(self.workers.devices, self.max_rows_W, self.capacity_W)
-        ]
+        workers = zip(self.workers.devices, self.max_rows_W, self.capacity_W, strict=True)
+        self._group_W = [(device_kind(device), int(rows), int(capacity)) for device, rows, capacity in workers]
         self._stairs = {g: self.ladders[g[0]].staircase(g[1], g[2]) for g in dict.fromkeys(self._group_W)}
 
     def limits(self) -> Limits:
@@ -164,10 +163,10 @@ class Chunked:
         return chunks
 
     def start(self, replicas: Replicas, packed: list[list[Chunk]]) -> list[Future[Lap]]:
-        views, ready = replicas.per_worker(), replicas.ready()
-        return self.clocks.start([partial(self._phase, k, packed[k], *views[k], ready[k]) for k in range(len(packed))])
+        work = zip(packed, replicas.per_worker(), replicas.ready(), strict=True)
+        return self.clocks.start([partial(self._phase, k, *parts) for k, parts in enumerate(work)])
 
-    def _phase(self, k: int, chunks: list[Chunk], params: Tree, model_state: Tree, ready: jax.Array) -> Lap:
+    def _phase(self, k: int, chunks: list[Chunk], view: Tree, ready: jax.Array) -> Lap:
         """One worker's local phase, on its own thread."""
         device = self.devices[k]
         programs = self.ladders[device_kind(device)].programs
@@ -175,7 +174,7 @@ class Chunked:
         began = time.perf_counter()
         parts: Parts | None = None
         for chunk in chunks:
-            more = programs[chunk.rung][device](params, model_state, chunk.rows, chunk.ctl)
+            more = programs[chunk.rung][device](*view, chunk.rows, chunk.ctl)
             parts = more if parts is None else self._add[device](parts, more)
         if parts is None:
             parts = self._zeros[device]()

@@ -37,7 +37,7 @@ class Rows:
         A block may reach into the neighbour's samples; they are masked there, and a view costs no copy.
         """
         at, have = start - self.origin, self.stop - self.origin
-        if 0 <= at and at + size <= have:
+        if at >= 0 and at + size <= have:
             return jax.tree.map(lambda x: x[at : at + size], self.tree)
         index = np.clip(np.arange(at, at + size), 0, have - 1)
         return jax.tree.map(lambda x: x[index], self.tree)
@@ -80,7 +80,6 @@ class Engine(Protocol):
 
     name: str
     workers: Workers
-    exact_sync: bool  # a layer talks across workers inside the local phase: its time is not the worker's own
 
     def limits(self) -> Limits:
         """What plans must respect now: capacities, quantum, and the price staircase of each kind."""

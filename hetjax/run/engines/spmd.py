@@ -62,10 +62,6 @@ class Spmd:
             )
             self._run = lowered.compile()
 
-    @property
-    def exact_sync(self) -> bool:
-        return self.axis.used
-
     def _on_worker(self, params: Tree, model_state: Tree, rows_1: Tree, ctl_1: jax.Array) -> Parts:
         rows, ctl = jax.tree.map(lambda x: x[0], (rows_1, ctl_1))
         parts = self._sums(params, model_state, rows, ctl)

@@ -1,0 +1,64 @@
+"""Trace files: simulated speeds that change by step, as a small JSON file that can be replayed.
+
+    {"speeds": [1, 1, 0.5, 0.25],
+     "startup": [0, 0, 0, 0],
+     "changes": [{"step": 100, "speeds": [1, 0.5, 0.5, 0.25]},
+                 {"step": 200, "startup": 0.01}]}
+
+`speeds` is one relative speed per worker, `startup` seconds that a step costs a worker whatever its count: one number
+for all or one each, 0 if left out. From `step` on (the first step of a run is 0) a change holds; what it does not
+mention stays as it was.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hetjax.run.simulate import Trace, constant
+
+
+def read_trace(path: str | Path) -> Trace:
+    """The trace in a file, checked; an error names the file and the place in it."""
+    path = Path(path)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"There is no trace file {path}.") from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}).") from error
+    if not isinstance(content, dict) or "speeds" not in content:
+        raise ValueError(f'{path} is no trace: expected an object such as {{"speeds": [1, 0.5], "changes": []}}.')
+    _no_others(path, "it", content, {"speeds", "startup", "changes"})
+    speeds, startup = content["speeds"], content.get("startup", 0.0)
+    traces = [_constant(path, "speeds", speeds, startup)]
+    steps = [0]
+    for place, change in enumerate(content.get("changes", [])):
+        where = f"changes[{place}]"
+        if not isinstance(change, dict) or not isinstance(change.get("step"), int):
+            raise ValueError(f'{path}: {where} is {change!r}; expected {{"step": 100, "speeds": [...]}}.')
+        _no_others(path, where, change, {"step", "speeds", "startup"})
+        if change["step"] <= steps[-1]:
+            raise ValueError(f"{path}: {where} is at step {change['step']}; steps must rise, after {steps[-1]}.")
+        speeds, startup = change.get("speeds", speeds), change.get("startup", startup)
+        traces.append(_constant(path, where, speeds, startup))
+        if len(traces[-1](0)[0]) != len(traces[0](0)[0]):
+            raise ValueError(f"{path}: {where} has another number of speeds than the beginning.")
+        steps.append(change["step"])
+    return lambda step: traces[bisect_right(steps, max(step, 0)) - 1](step)
+
+
+def _constant(path: Path, where: str, speeds: Any, startup: Any) -> Trace:
+    try:
+        return constant(np.asarray(speeds, np.float64), startup)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {where}: {error}") from error
+
+
+def _no_others(path: Path, where: str, given: dict[str, Any], known: set[str]) -> None:
+    if strange := sorted(given.keys() - known):
+        raise ValueError(f"{path}: {where} holds {', '.join(strange)}; expected {', '.join(sorted(known))}.")

@@ -1,0 +1,72 @@
+"""The sampler: every sample exactly once per epoch, whatever the plans, and one integer to go on from."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hetjax.plan.sampler import Sampler, permute
+
+
+@given(size=st.integers(1, 3000), seed=st.integers(0, 2**63), epoch=st.integers(0, 1000))
+def test_an_epochs_order_is_a_permutation(size, seed, epoch):
+    order = permute(np.arange(size), size, seed, epoch)
+    assert np.array_equal(np.sort(order), np.arange(size))
+
+
+def test_any_part_of_the_order_can_be_asked_for_alone():
+    whole = permute(np.arange(10_007), 10_007, 3, 4)
+    assert np.array_equal(permute(np.arange(5_000, 5_100), 10_007, 3, 4), whole[5_000:5_100])
+
+
+def test_orders_differ_by_epoch_and_seed_and_look_random():
+    size = 20_000
+    orders = [permute(np.arange(size), size, seed, epoch) for seed, epoch in [(0, 0), (0, 1), (1, 0)]]
+    for a in range(3):
+        assert abs(np.corrcoef(orders[a], np.arange(size))[0, 1]) < 0.03
+        assert abs(np.corrcoef(orders[a][1:], orders[a][:-1])[0, 1]) < 0.03
+        for b in range(a):
+            assert (orders[a] == orders[b]).mean() < 0.01
+            assert abs(np.corrcoef(orders[a], orders[b])[0, 1]) < 0.03
+
+
+def test_every_value_is_equally_likely_at_every_place():
+    """Chi-square over 16 x 16 cells of (position, value): far tails only would say it is not uniform."""
+    size, runs = 16, 4000
+    table = np.zeros((size, size))
+    for seed in range(runs):
+        table[np.arange(size), permute(np.arange(size), size, seed, 0)] += 1
+    chi2 = ((table - runs / size) ** 2 / (runs / size)).sum()
+    assert 140 < chi2 < 330  # 225 degrees of freedom, sd 21
+
+
+@given(
+    size=st.integers(1, 500),
+    batch=st.integers(1, 120),
+    seed=st.integers(0, 99),
+    cuts=st.lists(st.floats(0, 1), max_size=7),
+)
+def test_exactly_once_for_any_plan_and_the_short_last_step(size, batch, seed, cuts):
+    sampler = Sampler(size, batch, seed)
+    cursor, seen, steps = 0, [], 0
+    while cursor < 2 * size:
+        step = sampler.step(cursor)
+        assert 1 <= step.batch <= batch
+        bounds = np.unique([0, *(int(c * step.batch) for c in cuts), step.batch])
+        for lo, hi in zip(bounds[:-1], bounds[1:], strict=True):  # any split of the step among workers
+            seen.append(sampler.indices(step.epoch, step.start + lo, step.start + hi))
+        cursor, steps = cursor + step.batch, steps + 1
+    assert cursor == 2 * size
+    assert steps == 2 * sampler.steps_per_epoch()
+    assert np.array_equal(np.bincount(np.concatenate(seen), minlength=size), np.full(size, 2))
+
+
+def test_without_shuffling_the_order_is_natural():
+    assert np.array_equal(Sampler(10, 4, shuffle=False).indices(0, 3, 7), [3, 4, 5, 6])
+
+
+def test_rubbish_is_refused():
+    with pytest.raises(ValueError, match="empty"):
+        Sampler(0, 4)
+    with pytest.raises(ValueError, match="batch_size must be at least 1"):
+        Sampler(4, 0)

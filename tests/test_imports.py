@@ -1,0 +1,52 @@
+"""Imports go one way: plan <- run <- sync <- trainer <- experiments; data, watch and models are leaves."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hetjax
+
+PACKAGE = Path(hetjax.__file__).parent
+MAY_IMPORT = {
+    "plan": {"plan"},
+    "data": {"data"},
+    "watch": {"watch"},
+    "models": {"models", "data"},
+    "run": {"run", "plan", "data"},
+    "sync": {"sync", "run", "plan", "data"},
+}
+
+
+def imported(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+    return {name for name in names if name.startswith("hetjax.")}
+
+
+@pytest.mark.parametrize("part", sorted(MAY_IMPORT))
+def test_a_part_imports_only_what_lies_below_it(part):
+    wrong = {
+        f"{path.relative_to(PACKAGE)} imports {name}"
+        for path in (PACKAGE / part).rglob("*.py")
+        for name in imported(path)
+        if name.split(".")[1] not in MAY_IMPORT[part]
+    }
+    assert not wrong
+
+
+def test_planning_never_imports_jax():
+    code = "import sys, hetjax.plan, hetjax.plan.controllers; assert 'jax' not in sys.modules, 'jax was imported'"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_every_public_name_can_be_had():
+    for name in hetjax.__all__:
+        assert getattr(hetjax, name) is not None
