@@ -59,6 +59,7 @@ class History:
     transport: str = ""
     controller: str = ""
     workers: int = 0
+    last_step: int = 0  # the number that the last step will have if nobody stops the run
     recompiles_after_warmup: int = 0
     data_wait_s: float = 0.0
     overruns: int = 0

@@ -34,7 +34,7 @@ from hetjax.run.workers import Workers
 
 log = logging.getLogger("hetjax")
 Tree = Any
-Hook = Callable[[Record, State], None]
+Hook = Callable[[Record, State], None]  # may also have begin(history) and end(history), called around the steps
 
 _MARGIN_SHARE = 8  # rows are fetched ahead with a margin of an eighth of the batch around a process's slice
 
@@ -179,6 +179,10 @@ class Trainer:
         try:
             if self.simulation is not None and self.simulation.row_time is None:
                 self._calibrate(session, reduce, sampler, feed, state.cursor)
+            history.last_step = state.step + (steps or sampler.steps_between(state.cursor, end))
+            if self.simulation is not None:
+                history.ideal_samples_per_s = self.simulation.ideal()
+            _tell(hooks, "begin", history)
             compiled = compiles()
             ideal_s, samples, done = 0.0, 0, state.step
             began = last = time.perf_counter()
@@ -200,6 +204,7 @@ class Trainer:
             history.data_wait_s = feed.waited
         finally:
             feed.close()
+            _tell(hooks, "end", history)
         if self.simulation is not None:
             history.overruns = self.simulation.overruns
             if warning := self.simulation.verdict():
@@ -420,6 +425,12 @@ class Trainer:
                 f"{said}. Lower the learning rate, look at the data, or go on with on_nonfinite='skip'."
             )
         log.warning("%s.", said)
+
+
+def _tell(hooks: Sequence[Hook], what: str, history: History) -> None:
+    for hook in hooks:
+        if hasattr(hook, what):
+            getattr(hook, what)(history)
 
 
 def _as_source(source: Source | Mapping[str, np.ndarray]) -> Source:

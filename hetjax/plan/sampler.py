@@ -82,6 +82,11 @@ class Sampler:
     def steps_per_epoch(self) -> int:
         return -(-self.size // self.batch)
 
+    def steps_between(self, cursor: int, end: int) -> int:
+        """How many steps lead from one cursor to another."""
+        before = lambda place: place // self.size * self.steps_per_epoch() + -(-(place % self.size) // self.batch)
+        return before(end) - before(cursor)
+
     def indices(self, epoch: int, start: int, stop: int) -> np.ndarray:
         """The samples at positions start .. stop-1 of an epoch's order."""
         positions = np.arange(start, stop, dtype=np.int64)
