@@ -1,7 +1,8 @@
 """What each worker costs, learned while it works: t = startup + per_work x, for x the work of its samples.
 
 Bayesian recursive least squares on h = (1, x) per worker, all workers at once. Notation: theta = (startup, per_work),
-P its covariance, s = sigma (startup + per_work x) the sd of one timing, sigma the relative noise shared by all workers.
+P its covariance, s = sigma (startup + per_work x) the sd of one timing, sigma the worker's relative noise: one common
+number learned fast, and a factor per worker learned slowly.
 
     innovation  e = t - h theta,  S = h P h' + s^2,  z = e / sqrt S, clipped at 3
     update      theta += P h' z / sqrt S,  P -= P h' h P / S
@@ -28,12 +29,14 @@ from hetjax.plan.logarithm import ln
 
 FIRST_NOISE = 0.12  # relative sd of a timing before any was seen, worth FIRST_WEIGHT timings
 FIRST_WEIGHT = 8.0
+OWN_WEIGHT = 32.0  # timings that the common noise is worth for a single worker
 STARTUP_SHARE, STARTUP_SD = 0.05, 0.3  # of the first time
 DRIFT = 0.0005  # relative change of a worker's speed per step that is always expected
 RETURN = 0.005  # of the way back to the prior that the startup goes per step
 CLIP = 3.0
 JUMP_Z, JUMP_RATIO = 6.0, 0.2
 CHANGE_LIMIT, CHANGE_CLIP, CHANGE_SCALES = 12.0, 4.0, 6
+STEADY = 24  # timings at the same work before a change point counts as news
 NOISE_MEMORY = 400.0  # steps
 
 
@@ -41,8 +44,9 @@ class CostModel:
     """Startup and cost per work of every worker with their uncertainty, updated once a step."""
 
     saved = (
-        "startup_W", "per_work_W", "var_ss_W", "var_sp_W", "var_pp_W", "seen_W", "noise", "weight",
-        "doubt_W", "kept_5xW", "sums_2xSxW", "clock", "age_W", "jumped", "passed", "shifted", "lasting", "passing",
+        "startup_W", "per_work_W", "var_ss_W", "var_sp_W", "var_pp_W", "seen_W", "noise", "weight", "ratio_W",
+        "doubt_W", "kept_5xW", "lasting", "passing", "sums_2xSxW", "clock", "age_W", "work_W", "steady_W",
+        "jumped", "passed", "shifted",
     )  # fmt: skip
 
     def __init__(self, workers: int) -> None:
@@ -51,14 +55,21 @@ class CostModel:
         self.var_ss_W, self.var_sp_W, self.var_pp_W = zero_W, zero_W, zero_W
         self.seen_W = np.zeros(workers, np.int64)
         self.noise, self.weight = FIRST_NOISE, FIRST_WEIGHT
+        self.ratio_W = np.ones(workers)  # a worker's noise variance over the common one
         self.doubt_W = np.zeros(workers, bool)  # rescaled by the last timing, the model before is kept
         self.kept_5xW = np.zeros((5, workers))
         self.sums_2xSxW = np.zeros((2, CHANGE_SCALES, workers))  # sums of z: last full block, block now filling
         self.clock = 0
         self.age_W = np.zeros(workers, np.int64)
+        self.work_W, self.steady_W = zero_W, np.zeros(workers, np.int64)  # the last work, and timings since it changed
         self.jumped = self.passed = self.shifted = False  # in the last step: a jump, one taken back, a change point
         self.lasting, self.passing = 1.0, 1.0  # jumps that stayed and that were taken back, one of each assumed
         self.limit = CHANGE_LIMIT + ln(max(workers, 1))
+
+    @property
+    def noise_W(self) -> np.ndarray:
+        """Relative sd of one timing of each worker."""
+        return self.noise * np.sqrt(self.ratio_W)
 
     @property
     def known(self) -> bool:
@@ -107,7 +118,9 @@ class CostModel:
         self.per_work_W = np.where(first_W, (1.0 - STARTUP_SHARE) * t_W / x_W, self.per_work_W)
         self.var_ss_W = np.where(first_W, own_W, self.var_ss_W)
         self.var_sp_W = np.where(first_W, -own_W / x_W, self.var_sp_W)
-        self.var_pp_W = np.where(first_W, (own_W + self.noise * self.noise * t_W * t_W) / (x_W * x_W), self.var_pp_W)
+        self.var_pp_W = np.where(
+            first_W, (own_W + self.noise * self.noise * self.ratio_W * t_W * t_W) / (x_W * x_W), self.var_pp_W
+        )
 
     def _learn(self, x_W: np.ndarray, t_W: np.ndarray, on_W: np.ndarray) -> None:
         if self.doubt_W.any():
@@ -118,8 +131,8 @@ class CostModel:
         gain_s_W = self.var_ss_W + x_W * self.var_sp_W  # P h'
         gain_p_W = self.var_sp_W + x_W * self.var_pp_W
         spread_W = gain_s_W + x_W * gain_p_W  # h P h'
-        total_W = spread_W + self.noise * self.noise * time_W * time_W
-        total_W = np.where(on_W, total_W, 1.0)
+        own_W = self.noise * self.noise * self.ratio_W * time_W * time_W
+        total_W = np.where(on_W, spread_W + own_W, 1.0)
         sd_W = np.sqrt(total_W)
         z_W = np.where(on_W, (t_W - time_W) / sd_W, 0.0)
         ratio_W = t_W / time_W
@@ -134,9 +147,12 @@ class CostModel:
         self.var_sp_W = self.var_sp_W - gain_s_W * gain_p_W * shrink_W
         self.var_pp_W = self.var_pp_W - gain_p_W * gain_p_W * shrink_W
         self._keep_positive(x_W, learn_W)
-        self._learn_noise(z_W, learn_W, total_W, time_W)
+        self._learn_noise(z_W, own_W / total_W, learn_W)
         if jump_W.any():
             self._jump(jump_W, ratio_W)
+        same_W = np.abs(x_W - self.work_W) <= 0.02 * x_W
+        self.steady_W = np.where(on_W, np.where(same_W, self.steady_W + 1, 0), self.steady_W)
+        self.work_W = np.where(on_W, x_W, self.work_W)
         mild_W = np.where(learn_W, np.clip(z_W, -CHANGE_CLIP, CHANGE_CLIP), 0.0)
         self._change_point(mild_W, sd_W / time_W, learn_W, jump_W)
 
@@ -170,25 +186,26 @@ class CostModel:
         self.per_work_W = np.where(low_W, least_W, per_work_W)
         self.startup_W = np.where(low_W, 0.98 * np.abs(time_W), startup_W)
 
-    def _learn_noise(self, z_W: np.ndarray, on_W: np.ndarray, total_W: np.ndarray, time_W: np.ndarray) -> None:
-        """sigma^2 follows e^2 / time^2 less what the posterior explains, each worker clipped at 3 sd."""
+    def _learn_noise(self, z_W: np.ndarray, part_W: np.ndarray, on_W: np.ndarray) -> None:
+        """sigma^2 grows by the surprise z^2 - 1, clipped, times its part in S; a worker's own factor does so slowly."""
         number = int(on_W.sum())
         if number == 0:
             return
-        square_W = np.minimum(z_W * z_W, CLIP * CLIP)
-        # Of the innovation's variance S, the noise is the part s^2; it gets that part of the surprise.
-        part_W = np.where(on_W, self.noise * self.noise * time_W * time_W / total_W, 0.0)
-        surprise = float((part_W * (square_W - 1.0)).sum()) / number
+        surprise_W = np.where(on_W, part_W * (np.minimum(z_W * z_W, CLIP * CLIP) - 1.0), 0.0)
         self.weight = min(self.weight + number, NOISE_MEMORY * number)
-        variance = self.noise * self.noise * (1.0 + surprise * number / self.weight)
+        variance = self.noise * self.noise * (1.0 + float(surprise_W.sum()) / self.weight)
         self.noise = float(np.sqrt(max(variance, 1e-8)))
+        weight_W = np.minimum(OWN_WEIGHT + self.seen_W, NOISE_MEMORY)
+        ratio_W = self.ratio_W * (1.0 + surprise_W / weight_W)
+        ratio_W = np.where(on_W, np.clip(ratio_W, 0.05, 20.0), self.ratio_W)
+        self.ratio_W = ratio_W * (len(ratio_W) / float(ratio_W.sum()))  # the mean is the common one's business
 
     def _jump(self, jump_W: np.ndarray, ratio_W: np.ndarray) -> None:
         now_5xW = np.stack([self.startup_W, self.per_work_W, self.var_ss_W, self.var_sp_W, self.var_pp_W])
         self.kept_5xW = np.where(jump_W, now_5xW, self.kept_5xW)
         self.doubt_W = self.doubt_W | jump_W
         self.jumped = True
-        self._rescale(jump_W, ratio_W, self.noise)
+        self._rescale(jump_W, ratio_W, self.noise_W)
 
     def _rescale(self, who_W: np.ndarray, ratio_W: np.ndarray, sd: float | np.ndarray) -> None:
         """theta *= ratio, and the new scale is known to a relative sd."""
@@ -237,8 +254,9 @@ class CostModel:
                 sums_2xSxW[1, k] = 0.0
         changed_W = on_W & (best_W > self.limit)
         if changed_W.any():
-            self.shifted = True
-            self._rescale(changed_W, np.maximum(1.0 + shift_W * relative_W, 0.1), self.noise / np.sqrt(length_best_W))
+            # Soon after new counts it is the model that was wrong about them, not the world that has changed.
+            self.shifted = bool(np.any(changed_W & (self.steady_W >= STEADY)))
+            self._rescale(changed_W, np.maximum(1.0 + shift_W * relative_W, 0.1), self.noise_W / np.sqrt(length_best_W))
             sums_2xSxW = np.where(changed_W, 0.0, sums_2xSxW)
             self.age_W = np.where(changed_W, 0, self.age_W)
         self.sums_2xSxW = sums_2xSxW

@@ -220,3 +220,32 @@ def test_the_screen_before_the_solver_never_hides_a_gain(quantum):
 def test_unknown_names_are_explained():
     with pytest.raises(ValueError, match=r"no controller 'best'; choose one of balanced, "):
         make("best")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_noisy_worker_among_quiet_ones_is_not_taken_for_a_changing_one(seed):
+    trace = constant((3, 2, 1.5, 1), steps=1000)
+    sd_W = np.array([0.03, 0.03, 0.03, 0.2])
+    normal_TxW = np.random.default_rng(seed).standard_normal((trace.steps, 4))
+    run = simulate(make("balanced"), trace, np.exp(sd_W * normal_TxW - 0.5 * sd_W * sd_W), 1)
+    assert run.changed_T[200:].sum() <= 5
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_wrong_prices_do_not_make_it_restless(seed):
+    """True times that deviate by up to 10% from the staircase, another way for every 16 samples and worker."""
+    rng = np.random.default_rng(seed)
+    limits, rates, controller = Limits.plain(4, 512), np.array([3.0, 2.0, 1.5, 1.0]), make("balanced")
+    error_WxK = rng.uniform(-0.1, 0.1, (4, 33))
+    waiting: list[Observation] = []
+    changes = 0
+    for step in range(600):
+        plan = controller.plan(512, limits)
+        changes += plan.changed
+        mean_W = plan.counts_W / rates * (1 + error_WxK[np.arange(4), plan.counts_W // 16])
+        times_W = np.round(mean_W * np.exp(0.05 * rng.standard_normal(4)), 6)
+        waiting.append(Observation(plan.counts_W, limits.work(plan.counts_W), times_W, 0, step))
+        if len(waiting) > 1:
+            controller.observe(waiting.pop(0))
+    assert changes <= 20
+    assert mean_W.max() <= 1.1 * 512 / rates.sum()
