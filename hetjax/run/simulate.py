@@ -46,6 +46,7 @@ class Simulation:
 
     trace: Trace
     row_time: float | None = None
+    least: float = 0.0  # seconds that row_time is raised to, so that the phases of a tiny model stand above the noise
     step: int = 0
     phases: int = 0
     overruns: int = 0
@@ -53,7 +54,7 @@ class Simulation:
     def calibrate(self, rows_W: np.ndarray, seconds_W: np.ndarray) -> None:
         """Fix row_time from phases that all workers ran at once."""
         ran = rows_W > 0
-        self.row_time = MARGIN * float(np.max(seconds_W[ran] / rows_W[ran]))
+        self.row_time = max(self.least, MARGIN * float(np.max(seconds_W[ran] / rows_W[ran])))
         speed_W, startup_W = self.trace(self.step)
         log.info(
             "Simulated speeds %s, startups %s s: one row takes %.3g ms at speed 1.",
