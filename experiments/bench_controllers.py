@@ -77,7 +77,7 @@ class Args:
     def steps(self, trace: str) -> int:
         if trace == "fleet1024":
             return 200 if self.quick else 1000
-        return 600 if self.quick and trace not in ("noise5", "noise15") else 1200
+        return 450 if self.quick and trace not in ("noise5", "noise15") else 1200
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def plan_milliseconds(workers: int) -> float:
     capacity_W, kind_W = np.full(workers, capacity), np.arange(workers) % 8
     limits = Limits(capacity_W, np.zeros(workers, np.int64), 1, kind_W, stairs)
     rate_W = np.exp(0.4 * rng.standard_normal(workers))
-    always = Balanced(min_gain=-2.0, rest=0)
+    always = Balanced(min_gain=-0.5, rest=0)
     spent = []
     for step in range(12 if workers > 2000 else 30):
         start = time.perf_counter()
