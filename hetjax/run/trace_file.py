@@ -54,7 +54,7 @@ def read_trace(path: str | Path) -> Trace:
 
 def _constant(path: Path, where: str, speeds: Any, startup: Any) -> Trace:
     try:
-        return constant(np.asarray(speeds, np.float64), startup)
+        return constant(np.asarray(speeds, np.float64).tolist(), startup)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {where}: {error}") from error
 

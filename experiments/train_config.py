@@ -1,0 +1,256 @@
+"""The configuration of experiments/train.py: frozen dataclasses that tyro turns into flags, and their JSON form."""
+
+from __future__ import annotations
+
+import dataclasses
+import runpy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from hetjax.strategies import CONTROLLERS, PARTITIONS, PRESETS, SYNCS
+
+CONFIGS = Path(__file__).parent / "configs"
+DESCRIPTION = """Train a model on devices of unequal speed, all of them kept busy.
+
+Without flags: a CNN on digits, 4 fake devices of speeds 1, 1, 0.5, 0.25, equal
+and then balanced counts, and a table that compares the two."""
+DEFAULT_EPOCHS = 30
+LEARNING_RATES = {"mlp": 3e-3, "cnn": 1e-2, "resnet": 1e-2, "transformer": 2e-3}
+DROPOUTS = {"mlp": 0.2, "cnn": 0.3, "transformer": 0.1}
+LEAST_ROW_TIME_MS = 0.4
+DEFAULT_SPEEDS = "1,1,0.5,0.25"
+
+
+def _shown(metavar: str) -> Any:
+    """How a flag that may be left out looks in --help."""
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
+
+
+def _choice(names: Sequence[str]) -> Any:
+    """A choice that is checked later, where more can be said than 'invalid choice'."""
+    return _shown("|".join(names))
+
+
+Whole = Annotated[int | None, _shown("INT")]
+Number = Annotated[float | None, _shown("FLOAT")]
+File = Annotated[Path | None, _shown("PATH")]
+Text = Annotated[str | None, _shown("NAME")]
+
+
+@dataclass(frozen=True)
+class Data:
+    """what to train on, and for how long"""
+
+    dataset: Annotated[str, tyro.conf.arg(metavar="SPEC")] = "digits"
+    """digits, synthetic, idx:DIR, npz:FILE, text, text:FILE or tfds:NAME"""
+    batch_size: int = 256
+    """samples per step over all workers"""
+    epochs: Whole = None
+    """how often every sample is seen; 30 unless --steps is given"""
+    steps: Whole = None
+    """instead of --epochs: how many steps"""
+
+
+@dataclass(frozen=True)
+class Model:
+    """what is trained"""
+
+    model: Literal["mlp", "cnn", "resnet", "transformer"] = "cnn"
+    """resnet normalises; transformer wants --dataset text"""
+    width: Whole = None
+    """width of the layers (of the first ones, where it doubles); each model has its own default"""
+    dropout: Number = None
+    """each model has its own default"""
+    norm: Annotated[Literal["batch", "group"] | None, _shown("{batch,group}")] = None
+    """for the resnet: BatchNorm over fixed groups of the global batch, or GroupNorm (default)"""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """precision of the compute; parameters are float32 either way"""
+
+
+@dataclass(frozen=True)
+class Optimiser:
+    """how it learns"""
+
+    optimizer: Literal["adamw", "adam", "sgd", "lion"] = "adamw"
+    """sgd has momentum 0.9"""
+    learning_rate: Number = None
+    """the highest of the schedule; each model has its own default"""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """cosine rises over the first tenth of the steps and falls to zero"""
+    weight_decay: float = 1e-2
+    """for adamw and lion"""
+    clip: Number = None
+    """limit on the norm of the whole batch's gradient"""
+    ema: Number = None
+    """decay of an exponential moving average of the parameters, which is then what is tested, e.g. 0.99"""
+
+
+@dataclass(frozen=True)
+class Workers:
+    """on what it runs"""
+
+    devices: Whole = None
+    """how many devices; on a CPU so many fake ones (4 unless told)"""
+    speeds: Annotated[str | None, _shown("LIST|real")] = None
+    """simulated relative speeds such as 1,1,0.5,0.25, or real; simulated while nothing about devices is given"""
+    trace: File = None
+    """JSON file of simulated speeds that change by step (format: hetjax/run/trace_file.py)"""
+    row_time: Number = None
+    """simulated milliseconds of one row at speed 1; unless told, as measured plus 50%, but at least 0.4"""
+    capacity: Annotated[str | None, _shown("N[,N...]")] = None
+    """most samples a worker may get in one step: one number, or one each"""
+
+
+@dataclass(frozen=True)
+class Method:
+    """how the work is shared out"""
+
+    strategy: Annotated[str | None, _choice(tuple(PRESETS))] = None
+    """preset of the four axes below; without it and without --controller, equal and balanced run in turn"""
+    controller: Annotated[str | None, _choice(CONTROLLERS)] = None
+    """how many samples each worker gets"""
+    partition: Annotated[str | None, _choice(PARTITIONS)] = None
+    """which samples: any of the global batch, or shards of the workers' own"""
+    sync: Annotated[str | None, _choice(SYNCS)] = None
+    """when the workers agree"""
+    engine: Annotated[str | None, _choice(("auto", "chunked", "looped", "masked"))] = None
+    """how a worker computes its samples"""
+    every: Annotated[str | None, _shown("STEPS|epoch")] = None
+    """when the published laws act; each preset has its paper's cadence"""
+    faithful: bool = False
+    """weigh gradients as published (dp, edp, dbs), biases included"""
+
+
+@dataclass(frozen=True)
+class Output:
+    """what is left behind"""
+
+    out: File = None
+    """folder of the run; runs/DATASET-MODEL unless told"""
+    resume: bool = False
+    """continue the run in --out from its last checkpoint, on whatever devices there are now"""
+    save_every: float = 30.0
+    """seconds between checkpoints, which are written at the ends of epochs; also on Ctrl-C and at the end"""
+    tensorboard: bool = False
+    """write TensorBoard events too (pip install 'hetjax[track]')"""
+    wandb: Text = None
+    """send to this Weights & Biases project too"""
+    seed: int = 0
+    """of the parameters, the order of the samples and dropout"""
+    debug: bool = False
+    """show the log, and where an error came from"""
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run, or the comparison of two."""
+
+    config: Text = None
+    """start from a named experiment of experiments/configs (or a file like them); flags win over it"""
+    data: Data = field(default_factory=Data)
+    model: Model = field(default_factory=Model)
+    optimiser: Optimiser = field(default_factory=Optimiser)
+    workers: Workers = field(default_factory=Workers)
+    method: Method = field(default_factory=Method)
+    output: Output = field(default_factory=Output)
+
+    @property
+    def compares(self) -> bool:
+        """Whether equal and balanced are to run in turn."""
+        return self.method.strategy is None and self.method.controller is None
+
+    @property
+    def folder(self) -> Path:
+        name = f"{self.data.dataset.partition(':')[0]}-{self.model.model}"
+        return self.output.out or Path("runs") / name
+
+    def flat(self) -> dict[str, Any]:
+        """All fields by their own name, as plain JSON values."""
+        groups = (getattr(self, group.name) for group in _groups())
+        values = {name: value for group in groups for name, value in dataclasses.asdict(group).items()}
+        values["config"] = self.config
+        return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+
+
+def _groups() -> list[dataclasses.Field[Any]]:
+    return [group for group in dataclasses.fields(Config) if group.name != "config"]
+
+
+def with_values(base: Config, values: dict[str, Any]) -> Config:
+    """The configuration with these fields, named as in `flat`, set."""
+    for group in _groups():
+        part = getattr(base, group.name)
+        mine = {f.name: values[f.name] for f in dataclasses.fields(part) if f.name in values}
+        mine = {name: Path(v) if name in ("out", "trace") and v is not None else v for name, v in mine.items()}
+        base = dataclasses.replace(base, **{group.name: dataclasses.replace(part, **mine)})
+    return base
+
+
+def check_same_run(saved: Config, now: Config, folder: Path) -> None:
+    """A resumed run may move to other devices, be longer or shared out otherwise, but stays the same training."""
+    kept = [f.name for part in (Data, Model, Optimiser) for f in dataclasses.fields(part)] + ["seed"]
+    before, after = saved.flat(), now.flat()
+    for name in kept:
+        if name not in ("epochs", "steps") and before[name] != after[name]:
+            raise ValueError(
+                f"The run in {folder} was started with {name}={before[name]!r} and cannot go on with {after[name]!r}. "
+                "Leave the flag out, or start a new run in another --out."
+            )
+
+
+def learning_rate(config: Config) -> float:
+    """As given, or what suits the model with Adam."""
+    given = config.optimiser.learning_rate
+    return given if given is not None else LEARNING_RATES[config.model.model]
+
+
+def model_options(config: Config) -> dict[str, Any]:
+    """The options of the model's constructor that flags stand for."""
+    asked, options = config.model, {}
+    if asked.width is not None:
+        if asked.width < 1:
+            raise ValueError(f"--width is {asked.width}: give at least 1.")
+        wide = asked.width
+        options |= {"mlp": {"hidden": (wide, wide)}, "cnn": {"widths": (wide, 2 * wide)}}.get(
+            asked.model, {"width": wide}
+        )
+    dropout = asked.dropout if asked.dropout is not None else DROPOUTS.get(asked.model)
+    return options if dropout is None else {**options, "dropout": dropout}
+
+
+def named(name: str) -> Config:
+    """The CONFIG of a named experiment, or of a Python file."""
+    path = Path(name) if name.endswith(".py") else CONFIGS / f"{name}.py"
+    if not path.is_file():
+        known = ", ".join(names()) or "none"
+        raise ValueError(f"There is no experiment {name!r} ({path}). Known: {known}; or give the path of a .py file.")
+    found = runpy.run_path(str(path)).get("CONFIG")
+    if not isinstance(found, Config):
+        raise ValueError(f"{path} defines no CONFIG = Config(...): see experiments/configs for examples.")
+    return dataclasses.replace(found, config=name)
+
+
+def names() -> list[str]:
+    return sorted(path.stem for path in CONFIGS.glob("*.py"))
+
+
+def parse(arguments: Sequence[str], default: Config) -> Config:
+    """The configuration that flags make of a default one; prints help and leaves the program on --help or an error."""
+    plain = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
+    return tyro.cli(
+        Config, prog="train.py", description=DESCRIPTION, args=list(arguments), default=default, config=plain
+    )
+
+
+def before_flags(arguments: Sequence[str], flag: str) -> str | None:
+    """The value of a flag that decides what the others start from."""
+    for place, argument in enumerate(arguments):
+        if argument == flag and place + 1 < len(arguments):
+            return arguments[place + 1]
+        if argument.startswith(f"{flag}="):
+            return argument.partition("=")[2]
+    return None

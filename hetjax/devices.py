@@ -1,0 +1,42 @@
+"""The devices to train on: real ones, or so many fake ones of the CPU, asked for before JAX's first use."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+
+import jax
+
+DEFAULT = 4
+
+
+def said_by_environment() -> int | None:
+    """The number of fake CPU devices that XLA_FLAGS or JAX_NUM_CPU_DEVICES ask for; None if neither does."""
+    found = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    if found:
+        return int(found[-1])
+    number = os.environ.get("JAX_NUM_CPU_DEVICES", "")
+    return int(number) if number.isdigit() else None
+
+
+def fake_devices(count: int | None = None) -> list[jax.Device]:
+    """The first `count` devices; where there is only a CPU, it is split into that many (4 unless told) fake ones.
+
+    Has to come before anything that uses JAX. With a GPU or TPU its devices are returned, all or the first `count`.
+    """
+    if count is not None and count < 1:
+        raise ValueError(f"The number of devices is {count}: give at least 1.")
+    said = said_by_environment()
+    if said is None:
+        with suppress(RuntimeError):  # JAX is in use already: what it has now is all there is
+            jax.config.update("jax_num_cpu_devices", count or DEFAULT)
+    found = jax.devices()
+    if count is not None and count > len(found):
+        why = "XLA_FLAGS or JAX_NUM_CPU_DEVICES ask" if said else "JAX was in use already and had been asked"
+        hint = f"; {why} for {len(found)}" if found[0].platform == "cpu" else ""
+        raise ValueError(
+            f"{count} devices were asked for, but there are {len(found)} of kind {found[0].platform}{hint}. Ask for "
+            "fewer, or for all by leaving the number out."
+        )
+    return found[:count]

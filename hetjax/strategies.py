@@ -1,0 +1,130 @@
+"""Named strategies: presets over the four axes controller, partition, sync and engine, and what goes together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hetjax.plan import controllers
+from hetjax.plan.controllers.protocol import Controller
+from hetjax.run.engines.choose import ENGINES
+
+PARTITIONS = ("global", "proportional")
+SYNCS = ("allreduce",)
+
+# Named in the design, not built yet: asking for one is answered by a sentence, and --help does not offer it.
+_COMING = {
+    "partition": ("submodular",),
+    "sync": ("decentralised", "daso", "hogbatch", "adaptive-hogbatch", "adaptive-sgd"),
+}
+_BY_EPOCH = ("dp", "edp", "dbs", "proportional")  # laws that act once an epoch unless told otherwise
+_WEIGHING = ("dp", "edp", "dbs")  # laws whose published form weighs the workers' gradients
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A choice along the four axes, and the controller's own options (see hetjax.plan.controllers)."""
+
+    controller: str
+    partition: str = "global"
+    sync: str = "allreduce"
+    engine: str = "auto"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    idea: str = ""  # one line for tables
+
+    def make_controller(self) -> Controller:
+        return controllers.make(self.controller, **self.options)
+
+
+PRESETS: dict[str, Strategy] = {
+    "equal": Strategy("equal", idea="every worker the same: what data parallelism does by itself"),
+    "static": Strategy("static", idea="shares by the first timing, then fixed"),
+    "balanced": Strategy("balanced", idea="cost model and exact solver, every step; changes when it pays (ours)"),
+    "dp": Strategy("dp", "proportional", idea="shares by throughput, once an epoch (arXiv 2110.08941)"),
+    "edp": Strategy("edp", "proportional", idea="the same, gradients weighted by share (arXiv 2110.08941)"),
+    "dbs": Strategy("dbs", "proportional", idea="shares by throughput, once an epoch (DBS, arXiv 2007.11831)"),
+    "proportional": Strategy("proportional", idea="step times held equal, once an epoch (ACSOS 2020)"),
+    "lbbsp": Strategy("lbbsp", idea="a few samples from the slowest to the fastest (LB-BSP, SoCC 2020)"),
+    "lbb": Strategy("lbb", idea="hold, nudge or solve again, by the size of the imbalance"),
+}
+CONTROLLERS = tuple(name for name in controllers.REGISTRY if name != "oracle")
+
+
+def resolve(
+    preset: str | None = None,
+    *,
+    controller: str | None = None,
+    partition: str | None = None,
+    sync: str | None = None,
+    engine: str | None = None,
+    every: int | str | None = None,
+    faithful: bool = False,
+) -> tuple[str, Strategy]:
+    """The strategy that a preset and single axes name together, and its name; an axis given wins over the preset's.
+
+    `every`: when the controller acts, a number of steps or 'epoch'. `faithful`: gradients weighed as published.
+    """
+    if preset is not None and preset not in PRESETS:
+        if preset in _COMING["sync"]:
+            raise ValueError(_coming("strategy", preset, tuple(PRESETS)))
+        raise ValueError(f"There is no strategy {preset!r}. Choose one of {', '.join(PRESETS)}.")
+    if controller == "oracle":
+        raise ValueError(
+            "The controller 'oracle' has to be told the true cost of every step, which a training run does not know. "
+            "It is there for experiments/bench_controllers.py; choose another one."
+        )
+    known = {"controller": CONTROLLERS, "partition": PARTITIONS, "sync": SYNCS, "engine": ENGINES}
+    axes = {"controller": controller, "partition": partition, "sync": sync, "engine": engine}
+    given: dict[str, Any] = {axis: name for axis, name in axes.items() if name is not None}
+    for axis, name in given.items():
+        if name not in known[axis]:
+            if name in _COMING.get(axis, ()):
+                raise ValueError(_coming(axis, name, known[axis]))
+            raise ValueError(f"There is no {axis} {name!r}. Choose {_one_of(known[axis])}.")
+    base = PRESETS[preset] if preset is not None else Strategy(controller or "balanced")
+    chosen = replace(base, **given)
+    if given.get("controller", base.controller) != base.controller:
+        chosen = replace(chosen, options={})
+    chosen = replace(chosen, options={**chosen.options, **_options(chosen.controller, every, faithful)})
+    _check(chosen)
+    return preset or chosen.controller, chosen
+
+
+def _options(controller: str, every: int | str | None, faithful: bool) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if every is not None:
+        if controller not in (*_BY_EPOCH, "lbbsp"):
+            raise ValueError(
+                f"The controller {controller!r} has no cadence of its own: 'every' goes with "
+                f"{', '.join((*_BY_EPOCH, 'lbbsp'))}. Leave it out."
+            )
+        options["every"] = every
+    if faithful:
+        if controller not in _WEIGHING:
+            raise ValueError(
+                f"The controller {controller!r} weighs all samples alike, in its published form too: 'faithful' goes "
+                f"with {', '.join(_WEIGHING)}. Leave it out."
+            )
+        options["faithful"] = True
+    return options
+
+
+def _check(chosen: Strategy) -> None:
+    """Refuse what makes no sense together."""
+    if chosen.partition == "proportional":
+        once_an_epoch = chosen.controller in _BY_EPOCH and chosen.options.get("every", "epoch") == "epoch"
+        if not (once_an_epoch or chosen.controller == "equal"):
+            raise ValueError(
+                f"The partition 'proportional' cuts the data into shards once an epoch, but the controller "
+                f"{chosen.controller!r} changes the counts between. Use partition 'global', or one of the controllers "
+                f"equal, {', '.join(_BY_EPOCH)} acting once an epoch."
+            )
+
+
+def _one_of(names: tuple[str, ...]) -> str:
+    return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
+
+
+def _coming(axis: str, name: str, known: tuple[str, ...]) -> str:
+    return f"The {axis} {name!r} is planned but not built yet. Choose {_one_of(known)}."

@@ -1,0 +1,54 @@
+"""A task: a dataset and a model by name, made to fit each other, behind the contract of the core."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from flax import nnx
+
+from hetjax import models
+from hetjax.data import RowSource, load
+from hetjax.run.contract import Example
+from hetjax.run.from_flax import FlaxModel, from_nnx
+from hetjax.run.norm import BatchNorm
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to train on, what to test on, and the model with its first parameters."""
+
+    train: RowSource
+    test: RowSource
+    model: FlaxModel
+
+
+def make_task(dataset: str, model: str, *, seed: int = 0, norm: str | None = None, **options: Any) -> Task:
+    """`dataset` as `hetjax.data.load` knows it, `model` one of `hetjax.models.MODELS`, `options` of its constructor.
+
+    norm: 'batch' for hetjax's count-weighted BatchNorm or 'group' for GroupNorm, in models that normalise.
+    """
+    train, test = load(dataset, "train"), load(dataset, "test")
+    if train.description != test.description:
+        raise ValueError(
+            f"The training samples of {dataset} are {train.description}, its test samples {test.description}: they "
+            "have to be alike."
+        )
+    if norm is not None:
+        if norm not in ("batch", "group"):
+            raise ValueError(f"There is no norm {norm!r}: choose 'batch' or 'group'.")
+        options["norm"] = BatchNorm if norm == "batch" else "group"
+    network = models.make(model, train.description, nnx.Rngs(seed), **options)
+    loss = _image_loss if train.description.vocab is None else _text_loss
+    return Task(train, test, from_nnx(network, loss))
+
+
+def _image_loss(model: Any, example: dict[str, Any], rngs: nnx.Rngs | None) -> Example:
+    score = models.classification(model(example["image"], rngs=rngs), example["label"])
+    return Example(score.loss, None, {"accuracy": score.correct})
+
+
+def _text_loss(model: Any, example: dict[str, Any], rngs: nnx.Rngs | None) -> Example:
+    """Summed over the window's targets and weighted by their number, so that the loss divides by tokens."""
+    score = models.next_token(model(example["tokens"], rngs=rngs), example["targets"], example["weights"])
+    return Example(score.loss, score.weight, {"accuracy": score.correct})

@@ -1,0 +1,49 @@
+"""Between a training loop and those who watch it: hooks that turn finished steps into rows for trackers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from hetjax.watch.display import Display
+from hetjax.watch.tracker import Tracker
+
+
+class Follow:
+    """A hook for `fit` that tells a tracker every finished step.
+
+    `seconds` is the time that earlier parts of a resumed run took: rows count on from there. With several processes
+    only the first one tells.
+    """
+
+    def __init__(self, tracker: Tracker, *, seconds: float = 0.0):
+        self.tracker, self.seconds = tracker, seconds
+
+    def __call__(self, record: Any, state: Any) -> None:
+        if jax.process_index() != 0:
+            return
+        row = record.row()
+        row["seconds"] += self.seconds
+        row["samples"] = state.cursor
+        self.tracker.log(row.pop("step"), row)
+
+
+class Progress(Follow):
+    """A hook for `fit` that shows the run while it goes on: `trainer.fit(..., hooks=[Progress()])`.
+
+    One live picture on a terminal, plain lines elsewhere; at the end one line remains.
+    """
+
+    def __init__(self, title: str = "", *, console: Console | None = None, every: float = 5.0):
+        self.display = Display(title=title, console=console, every=every)
+        super().__init__(self.display)
+
+    def begin(self, history: Any) -> None:
+        self.display.steps, self.display.ideal = history.last_step, history.ideal_samples_per_s
+
+    def end(self, history: Any) -> None:
+        if history.records and jax.process_index() == 0:
+            self.display.summary(history.summary())
+        self.display.close()
