@@ -34,7 +34,7 @@ STARTUP_SHARE, STARTUP_SD = 0.05, 0.3  # of the first time
 DRIFT = 0.0005  # relative change of a worker's speed per step that is always expected
 RETURN = 0.005  # of the way back to the prior that the startup goes per step
 CLIP = 3.0
-JUMP_Z, JUMP_RATIO = 6.0, 0.2
+JUMP_Z, JUMP_RATIO = 5.0, 0.2
 CHANGE_LIMIT, CHANGE_CLIP, CHANGE_SCALES = 12.0, 4.0, 6
 STEADY = 24  # timings at the same work before a change point counts as news
 NOISE_MEMORY = 400.0  # steps
@@ -137,7 +137,8 @@ class CostModel:
         z_W = np.where(on_W, (t_W - time_W) / sd_W, 0.0)
         ratio_W = t_W / time_W
         off_W = (ratio_W > 1.0 + JUMP_RATIO) | (ratio_W < 1.0 / (1.0 + JUMP_RATIO))
-        jump_W = on_W & (np.abs(z_W) > JUMP_Z) & off_W
+        # (r - 1) / sqrt r is close to ln r: noise on times is skew, that on their logarithms is not.
+        jump_W = on_W & off_W & (np.abs(ratio_W - 1.0) * time_W > JUMP_Z * sd_W * np.sqrt(ratio_W))
         learn_W = on_W & ~jump_W
         step_W = np.where(learn_W, np.clip(z_W, -CLIP, CLIP) / sd_W, 0.0)
         self.startup_W = self.startup_W + gain_s_W * step_W

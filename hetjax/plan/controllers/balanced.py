@@ -44,7 +44,7 @@ class Balanced(Frame):
     """
 
     name = "balanced"
-    learned = ("since", "calm", "unrest", "planned", "before_W", "idle_W", "tried", "tried_seen")
+    learned = ("since", "calm", "calm_before", "unrest", "planned", "before_W", "idle_W", "tried", "tried_seen")
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Balanced(Frame):
     def begin(self, workers: int) -> None:
         self.model = CostModel(workers)
         self.since = 0  # steps since the last change
-        self.calm = 0  # steps since the last jump or change point
+        self.calm = self.calm_before = 0  # steps since the last jump or change point, and before it
         self.unrest = 0.0  # jumps and change points of late
         self.before_W: np.ndarray | None = None  # counts before those that followed a jump still in doubt
         self.planned = False  # whether counts have been solved for
@@ -114,7 +114,10 @@ class Balanced(Frame):
         self.unrest *= 1.0 - 1.0 / self.quiet
         if model.jumped or model.shifted:
             self.unrest += 1.0
-            self.calm = 0
+            self.calm, self.calm_before = 0, self.calm
+        elif model.passed:  # it was nothing
+            self.unrest = max(self.unrest - 1.0, 0.0)
+            self.calm = self.calm_before + 1
         else:
             self.calm += 1
 
