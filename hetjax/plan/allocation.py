@@ -32,7 +32,7 @@ def solve(
     limits: Limits,
     batch: int,
     current_W: np.ndarray | None = None,
-    bound_tolerance: float = 1e-4,
+    bound_tolerance: float = 1e-3,
 ) -> Allocation:
     """Minimise max_i t_i(n_i) subject to sum_i n_i = batch, minimum_i <= n_i <= capacity_i and the quantum.
 
@@ -142,9 +142,10 @@ class _Grid:
     def time(self, level_W: np.ndarray) -> np.ndarray:
         return np.where(level_W > 0, self.busy(level_W), self.idle_W)
 
-    def busy(self, level_W: np.ndarray) -> np.ndarray:
-        """`time` for levels above 0."""
-        return self.startup_W + self.per_work_W * self.value_L[self.base_W + level_W]
+    def busy(self, level_A: np.ndarray, workers_A: np.ndarray | slice = slice(None)) -> np.ndarray:
+        """`time` for levels above 0, of some workers or all."""
+        value_A = self.value_L[self.base_W[workers_A] + level_A]
+        return self.startup_W[workers_A] + self.per_work_W[workers_A] * value_A
 
     def top(self, level_W: np.ndarray) -> np.ndarray:
         """Units that a level pays for, within the limits."""
@@ -165,29 +166,32 @@ class _Grid:
 
     def reach(self, time: float, guess_W: np.ndarray) -> np.ndarray:
         """The highest level with t_i <= time, by galloping from a guess and then halving. Level 0 is always reached."""
-        low_W, high_W = guess_W, guess_W + 1  # high is the first level known, or claimed, to be out of reach
+        low_W, high_W = guess_W.copy(), guess_W + 1  # high: the first level known, or claimed, to be out of reach
+        last_W = self.size_W - 1
+        open_A = np.flatnonzero((low_W > 0) & (self.busy(low_W) > time))  # A: workers whose bracket is still wrong
         stride = 1
-        while True:
-            down_W = (low_W > 0) & (self.busy(low_W) > time)
-            if not down_W.any():
-                break
-            high_W, low_W = np.where(down_W, low_W, high_W), np.where(down_W, np.maximum(low_W - stride, 0), low_W)
+        while len(open_A):
+            low_A = low_W[open_A]
+            high_W[open_A], low_W[open_A] = low_A, np.maximum(low_A - stride, 0)
+            low_A = low_W[open_A]
+            open_A = open_A[(low_A > 0) & (self.busy(low_A, open_A) > time)]
             stride *= 2
+        open_A = np.flatnonzero((high_W <= last_W) & (self.busy(np.minimum(high_W, last_W)) <= time))
         stride = 1
-        while True:
-            up_W = high_W < self.size_W
-            up_W &= self.busy(np.minimum(high_W, self.size_W - 1)) <= time
-            if not up_W.any():
-                break
-            low_W, high_W = (
-                np.where(up_W, high_W, low_W),
-                np.where(up_W, np.minimum(high_W + stride, self.size_W), high_W),
-            )
+        while len(open_A):
+            high_A, last_A = high_W[open_A], last_W[open_A]
+            low_W[open_A], high_W[open_A] = high_A, np.minimum(high_A + stride, last_A + 1)
+            high_A = high_W[open_A]
+            open_A = open_A[(high_A <= last_A) & (self.busy(np.minimum(high_A, last_A), open_A) <= time)]
             stride *= 2
-        while np.any(high_W - low_W > 1):
-            mid_W = (low_W + high_W) >> 1
-            within_W = self.busy(mid_W) <= time
-            low_W, high_W = np.where(within_W, mid_W, low_W), np.where(within_W, high_W, mid_W)
+        open_A = np.flatnonzero(high_W - low_W > 1)
+        while len(open_A):
+            low_A, high_A = low_W[open_A], high_W[open_A]
+            mid_A = (low_A + high_A) >> 1
+            within_A = self.busy(mid_A, open_A) <= time
+            low_A, high_A = np.where(within_A, mid_A, low_A), np.where(within_A, high_A, mid_A)
+            low_W[open_A], high_W[open_A] = low_A, high_A
+            open_A = open_A[high_A - low_A > 1]
         return low_W
 
     def guess(self, time: float) -> np.ndarray:
@@ -218,10 +222,12 @@ class _Grid:
         rate_W = np.where(span_W > 0, top_W / np.where(span_W > 0, span_W, 1.0), 0.0)
         total = float(rate_W.sum())
         time = max(floor, (units + float((rate_W * self.startup_W).sum())) / total) if total > 0 else floor
-        level_W = floor_W = self.reach(floor, self.guess(floor))
-        below, below_W, above = floor, floor_W, np.inf
-        if self.relaxed(floor, floor_W)[0] > units:
-            return floor, floor_W
+        level_W = self.guess(time)
+        below, below_W, above = floor, None, np.inf
+        if floor > 0:
+            below_W = level_W = self.reach(floor, self.guess(floor))
+            if self.relaxed(floor, level_W)[0] > units:
+                return floor, level_W
         for turn in range(40):
             level_W = self.reach(time, level_W)
             reached, rate = self.relaxed(time, level_W)
@@ -241,45 +247,43 @@ class _Grid:
             if not below < newton < above or above - below <= tolerance * below:
                 break
             time = newton
-        return below, below_W
+        return below, self.reach(below, np.zeros_like(level_W)) if below_W is None else below_W
 
     def select(self, units: int, low: float, level_W: np.ndarray) -> np.ndarray:
         """The levels reached at the smallest time T >= low with sum_i h_i(T) >= units, given those reached at `low`."""
-        have_W = self.top(level_W)
-        missing = units - int(have_W.sum())
-        if missing <= 0:
+        have = int(self.top(level_W).sum())
+        if have >= units:
             return level_W
+        rate = self.relaxed(low, level_W)[1]
         while True:
             next_W = np.minimum(level_W + 1, self.size_W - 1)
-            open_W = (next_W > level_W) & (have_W < self.cap_W)
-            value_C, weight_C = self.time(next_W)[open_W], (self.top(next_W) - have_W)[open_W]
-            order_C = np.argsort(value_C, kind="stable")
-            gained_C = np.cumsum(weight_C[order_C])
-            at = min(int(np.searchsorted(gained_C, missing)), len(gained_C) - 1)
-            high = float(value_C[order_C[at]])  # enough, or all next levels taken: then go on from there
-            high_W = self.reach(high, np.where(open_W & (self.time(next_W) <= high), next_W, level_W))
+            first = float(np.min(self.time(next_W)[(next_W > level_W) & (self.top(level_W) < self.cap_W)]))
+            high = max(first, low + 1.05 * (units - have) / rate) if rate > 0 else first
+            high_W = self.reach(high, next_W)
             reached = int(self.top(high_W).sum())
-            if reached < units:
-                low, level_W, have_W = high, high_W, self.top(high_W)
-                missing = units - reached
-                continue
-            return self._among(units, low, level_W, high, high_W)
+            if reached >= units:
+                return self._among(units, low, level_W, high, high_W)
+            low, level_W, have = high, high_W, reached
 
     def _among(self, units: int, low: float, level_W: np.ndarray, high: float, high_W: np.ndarray) -> np.ndarray:
         """`select` when low is not enough, high is, and T is one of the times of the levels in between."""
+        turn = 0
         while True:
             have_W = self.top(level_W)
+            have, reached = int(have_W.sum()), int(self.top(high_W).sum())
             between_W = high_W - level_W
             between = int(between_W.sum())
             next_W = np.minimum(level_W + 1, self.size_W - 1)
             first = float(np.min(self.time(next_W)[between_W > 0]))
             if first == high:
                 return high_W
-            if between <= 8 * len(have_W) + 1024:
+            if between <= 256 + len(have_W) // 2:
                 break
-            mid = max(0.5 * (low + high), first)
+            turn += 1
+            share = 0.5 if turn % 3 == 0 else (units - have) / (reached - have)
+            mid = max(low + share * (high - low), first)
             mid = mid if mid < high else first
-            mid_W = self.reach(mid, level_W)
+            mid_W = self.reach(mid, next_W)
             if int(self.top(mid_W).sum()) >= units:
                 high, high_W = mid, mid_W
             else:

@@ -111,7 +111,7 @@ def test_affine_bound_is_true_and_close(costs, batch, quantum):
     assert np.all(found.counts_W >= 0)
     # Rounding each real-valued count up costs the slowest worker at most one quantum, and switching on its startup.
     gap = quantum * per_work_W.max() + startup_W.max()
-    assert found.lower_bound <= found.time <= found.lower_bound + gap + 2e-4 * found.time
+    assert found.lower_bound <= found.time <= found.lower_bound + gap + 2e-3 * found.time
 
 
 def test_the_last_worker_with_samples_takes_the_remainder_of_the_quantum():
