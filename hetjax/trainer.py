@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -163,6 +163,7 @@ class Trainer:
         copy what they want to keep of the state, whose buffers are given back at the end of that step.
         """
         source = _as_source(source)
+        state = replace(state, step=int(state.step), cursor=int(state.cursor))  # a checkpoint may hold them as arrays
         sampler = Sampler(len(source), self.batch_size, self.seed)
         end = self._end(state.cursor, sampler, epochs, steps, stop_at)
         session = self._session(state, source, train=True)
@@ -267,7 +268,7 @@ class Trainer:
         engine, cursor, left = session.engine, state.cursor, max_steps
         self._stop = False
         flying: _Flight | None = None
-        flight, packed = self._plan(session, sampler, feed, cursor, train)
+        flight, packed = self._plan(session, sampler, feed, cursor, end, train)
         while True:
             if train:
                 disturbed = engine.grow(flight.plan.counts_W)
@@ -285,7 +286,7 @@ class Trainer:
                 left = None if left is None else left - 1
                 more = cursor < end and left != 0
                 if more:
-                    following, packed = self._plan(session, sampler, feed, cursor, train)
+                    following, packed = self._plan(session, sampler, feed, cursor, end, train)
             finally:
                 laps = session.clocks.wait(futures)
             reduce.step(laps, self._slots(flight, laps))
@@ -295,9 +296,13 @@ class Trainer:
             flight = following
         yield flying, self._learn(flying, reduce, train, state.step - 1)
 
-    def _plan(self, session: _Session, sampler: Sampler, feed: Feed, cursor: int, train: bool) -> tuple[_Flight, Any]:
+    def _plan(
+        self, session: _Session, sampler: Sampler, feed: Feed, cursor: int, end: int, train: bool
+    ) -> tuple[_Flight, Any]:
         """Counts for the step at the cursor, and its rows laid out; the rows of the step after it are sent for."""
         step, limits = sampler.step(cursor), session.engine.limits()
+        if limits.minimum_W.sum() > step.batch:  # a short last step may be too small for all
+            limits = replace(limits, minimum_W=np.zeros_like(limits.minimum_W))
         if train:
             plan = self.controller.plan(step.batch, limits, step.epoch)
             self._shares_W = np.maximum(plan.counts_W, 1e-3)
@@ -305,8 +310,9 @@ class Trainer:
             plan = Plan(solve(np.zeros(limits.workers), 1 / self._shares_W, limits, step.batch).counts_W)
         rows = Rows(*feed.take(step.epoch, *self._span(plan, step)))
         packed = session.engine.pack(rows, step, plan.counts_W, self.seed)
-        following = sampler.step(cursor + step.batch)
-        feed.prepare(following.epoch, *self._span(plan, following, margin=self.batch_size // _MARGIN_SHARE))
+        if cursor + step.batch < end:
+            following = sampler.step(cursor + step.batch)
+            feed.prepare(following.epoch, *self._span(plan, following, margin=self.batch_size // _MARGIN_SHARE))
         return _Flight(step, plan, limits.work(plan.counts_W), timed=True), packed
 
     def _span(self, plan: Plan, step: Step, margin: int = 0) -> tuple[int, int]:

@@ -43,7 +43,8 @@ def compile_for(fn: Callable, args: tuple, devices: Sequence[jax.Device], donate
 def _compile(fn: Callable, args: tuple, device: jax.Device, donate: tuple[int, ...]) -> Any:
     place = SingleDeviceSharding(device)
     spec = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), args)
-    return jax.jit(fn, donate_argnums=donate).lower(*spec).compile()
+    with jax.default_device(device):  # for programs without arguments
+        return jax.jit(fn, donate_argnums=donate).lower(*spec).compile()
 
 
 class _Shared:

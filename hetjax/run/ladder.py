@@ -56,12 +56,13 @@ class Ladder:
         return f"{self.devices[0].platform} ({self.devices[0].device_kind})"
 
     def _build(self, first: set[int]) -> None:
+        smallest = self.wanted[0]
         for rung in sorted(self.wanted, reverse=True):
             if rung in first or not self.programs:  # when the largest was dropped, the next smaller takes its place
                 self._try(rung, self.compile(rung))
         if not self.programs:
             raise ValueError(
-                f"Not even a chunk of {self.wanted[0] if self.wanted else 1} rows fits into the memory of {self.kind}. "
+                f"Not even a chunk of {smallest} rows fits into the memory of {self.kind}. "
                 "Use a smaller model, fewer workers on this host, or smaller samples."
             )
         seconds = self._time(list(self.programs))
@@ -137,15 +138,19 @@ class Ladder:
         fits = [rung for rung in prices if rung <= limit] or [min(prices)]
         return Staircase.from_prices(fits, [prices[rung] for rung in fits], capacity, self.joint)
 
-    def next_rung(self, counts: Sequence[int], limit: int, capacity: int) -> int | None:
+    def next_rung(self, counts: Sequence[int], max_rows: Sequence[int]) -> int | None:
         """The missing rung that promises to save most at these counts, at interpolated prices; None if none does."""
         have = sorted(self.prices)
-        cost = lambda stairs: sum(float(stairs.price_N[n]) for n in counts)
-        now, best, chosen = cost(self.staircase(limit, capacity)), 1 - _WORTH_COMPILING, None
-        for rung in set(self.wanted) - set(have):
+        limits = {limit: [n for n, m in zip(counts, max_rows, strict=True) if m == limit] for limit in set(max_rows)}
+
+        def cost(prices: dict[int, float]) -> float:
+            stairs = {limit: self.staircase(limit, max(mine), prices) for limit, mine in limits.items()}
+            return sum(float(stairs[limit].price_N[n]) for limit, mine in limits.items() for n in mine)
+
+        now, best, chosen = cost(self.prices), 1 - _WORTH_COMPILING, None
+        for rung in sorted(set(self.wanted) - set(have)):
             guess = float(np.interp(rung, have, [self.prices[r] for r in have]))
-            share = cost(self.staircase(limit, capacity, {**self.prices, rung: guess})) / now if now else 1.0
-            if share < best:
+            if (share := cost({**self.prices, rung: guess}) / now) < best:
                 best, chosen = share, rung
         return chosen
 

@@ -1,10 +1,12 @@
-"""The one flat vector that a step sums over all workers: what lies where.
+"""The one vector that a step sums over all workers: what lies where.
 
     large gradients | small gradients | model-state sums | loss, weight, count, metrics | one set of slots per worker
 
-A worker writes only its own slots, so the sum over workers is also a gather of the slots. Before the reduce a worker
-keeps its sums in PARTS: each large gradient as XLA wrote it, and one vector of all the rest. Laying them side by side
-would cost another pass through memory for every chunk; the reduce does it once.
+A worker writes only its own slots, so the sum over workers is also a gather of the slots.
+
+The vector travels in PARTS: each large gradient as XLA wrote it, and all the rest behind them in one piece. They are
+summed together, in one collective with several operands; copying the large ones side by side first, and cutting them
+out again, took longer than the sum itself (1.9 million parameters on 4 fake CPU devices: 37 ms instead of 15).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ SLOTS = ("time_us", "rows", "checksum", "stop", "nonfinite")  # all but the last
 HOST_SLOTS = len(SLOTS) - 1
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sums:
     """Sums over samples: of one block of rows, of a worker, or of the whole step."""
@@ -70,11 +73,6 @@ class Layout:
             math.prod(x.shape) for x, big in zip(jax.tree.leaves(self.grads), self._large, strict=True) if not big
         )
 
-    @property
-    def size(self) -> int:
-        """Length of the flat vector without the slots."""
-        return sum(self.sizes)
-
     def pack(self, sums: Sums) -> Parts:
         scalars = [sums.loss, sums.weight, sums.count, *(sums.metrics[name] for name in self.metrics)]
         grads = [jnp.ravel(leaf).astype(self.dtype) for leaf in jax.tree.leaves(sums.grads)]
@@ -83,51 +81,42 @@ class Layout:
         rest = [jnp.ravel(leaf).astype(self.dtype) for leaf in jax.tree.leaves(sums.state_sums) + scalars]
         return (*large, jnp.concatenate(small + rest))
 
-    def flatten(self, parts: Parts, grad_weight: jax.Array) -> jax.Array:
-        """A worker's parts side by side, its gradients taken `grad_weight` times."""
+    def outgoing(self, parts: Parts, host: jax.Array, worker: jax.Array | int, workers: int) -> Parts:
+        """A worker's parts as they enter the sum: gradients weighted, its own slots added among zeros.
+
+        `host` holds the host's slots and the weight that its gradients are taken with.
+        """
+        finite = jnp.stack([jnp.isfinite(part).all() for part in parts]).all()
+        own = jnp.concatenate([host[:HOST_SLOTS], 1 - finite[None].astype(host.dtype)]).astype(self.dtype)
+        slots = jnp.zeros((workers, len(SLOTS)), self.dtype).at[worker].set(own)
+        weight, cut, (*large, rest) = host[HOST_SLOTS].astype(self.dtype), self._small_grads, parts
+        return (*(part * weight for part in large), jnp.concatenate([rest[:cut] * weight, rest[cut:], slots.ravel()]))
+
+    def unpack(self, parts: Parts) -> Sums:
+        """The sums of a step from its summed parts."""
         *large, rest = parts
-        weight, cut = grad_weight.astype(self.dtype), self._small_grads
-        return jnp.concatenate([*(part * weight for part in large), rest[:cut] * weight, rest[cut:]])
-
-    def unpack(self, flat: jax.Array) -> Sums:
-        leaves, tree = jax.tree.flatten(self.grads)
-        order = sorted(range(len(leaves)), key=lambda i: not self._large[i])  # large ones first, otherwise as they come
-        grads: list[Any] = [None] * len(leaves)
         at = 0
-        for i in order:
-            grads[i], at = self._read(flat, at, leaves[i].shape)
-        states = []
-        for leaf in jax.tree.leaves(self.state_sums):
-            value, at = self._read(flat, at, leaf.shape)
-            states.append(value)
-        state_sums = jax.tree.unflatten(jax.tree.structure(self.state_sums), states)
-        return Sums(
-            jax.tree.unflatten(tree, grads),
-            state_sums,
-            flat[at],
-            flat[at + 1],
-            flat[at + 2],
-            self.metrics_at(flat[at + 3 :]),
-        )
 
-    @staticmethod
-    def _read(flat: jax.Array, at: int, shape: tuple[int, ...]) -> tuple[jax.Array, int]:
-        end = at + math.prod(shape)
-        return flat[at:end].reshape(shape), end
+        def read(shape: tuple[int, ...]) -> jax.Array:
+            nonlocal at
+            at += math.prod(shape)
+            return rest[at - math.prod(shape) : at].reshape(shape)
+
+        grads, tree = jax.tree.flatten(self.grads)
+        whole = iter(large)
+        grads = [
+            next(whole).reshape(x.shape) if big else read(x.shape) for x, big in zip(grads, self._large, strict=True)
+        ]
+        state_sums = jax.tree.map(lambda x: read(x.shape), self.state_sums)
+        loss, weight, count = (read(()) for _ in range(3))
+        return Sums(jax.tree.unflatten(tree, grads), state_sums, loss, weight, count, self.metrics_at(rest[at:]))
 
     def metrics_at(self, values: Any) -> dict[str, Any]:
         return {name: values[i] for i, name in enumerate(self.metrics)}
 
-    def tail(self, total: jax.Array) -> jax.Array:
-        """What the host wants to see of a summed vector: everything behind the gradients and the model state."""
-        return total[self.size - 3 - len(self.metrics) :]
-
-    def with_slots(self, flat: jax.Array, host: jax.Array, worker: jax.Array | int, workers: int) -> jax.Array:
-        """A worker's vector as it enters the sum: its part, and its own slots among zeros."""
-        nonfinite = jnp.logical_not(jnp.isfinite(flat).all()).astype(self.dtype)
-        own = jnp.concatenate([host.astype(self.dtype), nonfinite[None]])
-        slots = jnp.zeros((workers, len(SLOTS)), self.dtype).at[worker].set(own)
-        return jnp.concatenate([flat, slots.ravel()])
+    def tail(self, parts: Parts) -> jax.Array:
+        """What the host wants to see of a step: everything behind the gradients and the model state."""
+        return parts[-1][self.sizes[-1] - 3 - len(self.metrics) :]
 
 
 @dataclass(frozen=True)

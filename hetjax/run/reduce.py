@@ -9,6 +9,7 @@ Two transports behind one interface, chosen from the kinds of devices:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -67,10 +68,13 @@ def make_reduce(transport: str, workers: Workers, layout: Layout, finish: Finish
     raise ValueError(f"Unknown transport {transport!r}: use 'auto', 'psum' or 'hub'.")
 
 
-def _finish(layout: Layout, finish: Finish, core: Any, total: jax.Array, workers: int) -> tuple[Any, jax.Array]:
-    slots = total[layout.size :].reshape(workers, len(SLOTS))
+def _finish(layout: Layout, finish: Finish, core: Any, total: Parts, workers: int) -> tuple[Any, jax.Array]:
+    """Apply the step if all sums are finite and there is any weight; decided on the device, alike on all workers."""
+    tail = layout.tail(total)
+    slots = tail[-workers * len(SLOTS) :].reshape(workers, len(SLOTS))
     finite = jnp.all(slots[:, SLOTS.index("nonfinite")] == 0)
-    return finish(core, layout.unpack(total[: layout.size]), finite), layout.tail(total)
+    sums = layout.unpack(total)
+    return jax.lax.cond(finite & (sums.weight > 0), finish, lambda core, sums: core, core, sums), tail
 
 
 def _private_copy(tree: Tree, place: Any) -> Tree:
@@ -88,8 +92,8 @@ class Psum:
         self._tail: jax.Array | None = None
 
         def on_worker(core: Any, parts_1: Parts, slots_1xH: jax.Array) -> tuple[Any, jax.Array]:
-            flat = layout.flatten(tuple(part[0] for part in parts_1), slots_1xH[0, HOST_SLOTS])
-            own = layout.with_slots(flat, slots_1xH[0, :HOST_SLOTS], jax.lax.axis_index(AXIS), len(workers))
+            parts = tuple(part[0] for part in parts_1)
+            own = layout.outgoing(parts, slots_1xH[0], jax.lax.axis_index(AXIS), len(workers))
             return _finish(layout, finish, core, jax.lax.psum(own, AXIS), len(workers))
 
         program = jax.shard_map(
@@ -131,10 +135,9 @@ class Hub:
         self._tail: jax.Array | None = None
 
         def on_lead(core: Any, parts_W: list[Parts], slots_WxH: jax.Array) -> tuple[Any, jax.Array]:
-            total = jnp.zeros((), layout.dtype)
-            for i, parts in enumerate(parts_W):
-                flat = layout.flatten(tuple(part[0] for part in parts), slots_WxH[i, HOST_SLOTS])
-                total = total + layout.with_slots(flat, slots_WxH[i, :HOST_SLOTS], i, len(workers))
+            own = [tuple(part[0] for part in parts) for parts in parts_W]
+            sent = [layout.outgoing(parts, slots_WxH[i], i, len(workers)) for i, parts in enumerate(own)]
+            total = functools.reduce(partial(jax.tree.map, jnp.add), sent)
             return _finish(layout, finish, core, total, len(workers))
 
         parts = tuple(jax.ShapeDtypeStruct((1, size), layout.dtype, sharding=here) for size in layout.sizes)

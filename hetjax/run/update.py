@@ -14,7 +14,7 @@ from hetjax.run.layout import Sums
 
 Tree = Any
 Core = tuple[Tree, Tree, Tree, Tree]  # params, model_state, opt_state, ema: what the devices hold
-Finish = Callable[[Any, Sums, jax.Array], Any]  # (core, sums of the step, all finite) -> core
+Finish = Callable[[Any, Sums], Any]  # (core, sums of the step) -> core
 
 
 @jax.tree_util.register_dataclass
@@ -54,11 +54,11 @@ def optimiser_step(
 ) -> Finish:
     """g = (sum over workers of the sum of per-example gradients) / (sum of weights), then any optax update.
 
-    Clipping belongs into the optimiser: here it sees the whole batch's gradient. A step with a non-finite number
-    anywhere changes nothing.
+    Clipping belongs into the optimiser: here it sees the whole batch's gradient. The reduce applies it only where all
+    sums are finite.
     """
 
-    def finish(core: Core, sums: Sums, finite: jax.Array) -> Core:
+    def finish(core: Core, sums: Sums) -> Core:
         params, model_state, opt_state, ema = core
         grads = jax.tree.map(lambda g, p: (g / sums.weight).astype(p.dtype), sums.grads, params)
         updates, new_opt_state = optimizer.update(grads, opt_state, params)
@@ -69,13 +69,11 @@ def optimiser_step(
             if ema_decay is None
             else jax.tree.map(lambda e, p: ema_decay * e + (1 - ema_decay) * p, ema, new_params)
         )
-        finite &= sums.weight > 0
-        keep = lambda new, old: jnp.where(finite, new, old)
-        return jax.tree.map(keep, (new_params, new_state, new_opt_state, new_ema), core)
+        return new_params, new_state, new_opt_state, new_ema
 
     return finish
 
 
-def unchanged(core: Any, sums: Sums, finite: jax.Array) -> Any:
+def unchanged(core: Any, sums: Sums) -> Any:
     """Evaluation: the sums are the result."""
     return core

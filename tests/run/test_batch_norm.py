@@ -14,7 +14,10 @@ from hetjax.trainer import Trainer
 
 GROUP, BATCH, SAMPLES = 4, 24, 58  # the last step of an epoch has 10 samples: two groups and a half
 RNG = np.random.default_rng(0)
-DATA = {"x": RNG.normal(1.0, 2.0, (SAMPLES, 3, 5)).astype(np.float32), "y": RNG.integers(0, 3, SAMPLES).astype(np.int32)}
+DATA = {
+    "x": RNG.normal(1.0, 2.0, (SAMPLES, 3, 5)).astype(np.float32),
+    "y": RNG.integers(0, 3, SAMPLES).astype(np.int32),
+}
 
 
 class Net(nnx.Module):
@@ -115,7 +118,9 @@ def test_exact_statistics_with_a_controller_that_needs_clocks_are_refused():
 
 def test_evaluation_uses_the_running_averages():
     model = flax_model()
-    with Trainer(model.loss_fn, optax.sgd(0.1), batch_size=BATCH, eval_fn=model.eval_fn, devices=jax.devices()[:2]) as trainer:
+    with Trainer(
+        model.loss_fn, optax.sgd(0.1), batch_size=BATCH, eval_fn=model.eval_fn, devices=jax.devices()[:2]
+    ) as trainer:
         state, _ = trainer.fit(trainer.init(model.params, model.model_state), DATA, steps=5)
         told = trainer.evaluate(state, DATA)
     live = model.merge(state.params, state.model_state)
@@ -136,12 +141,21 @@ def test_linen_gives_the_same_numbers_as_nnx():
     variables = LinenNet(False).init(jax.random.key(0), DATA["x"][0])
     variables = {"params": plain(nnx_model.params), "batch_stats": variables["batch_stats"]}
     model = hetjax.from_linen(
-        LinenNet(True), variables, lambda apply, example: example_loss(apply, example), eval_module=LinenNet(False), group=GROUP
+        LinenNet(True),
+        variables,
+        lambda apply, example: example_loss(apply, example),
+        eval_module=LinenNet(False),
+        group=GROUP,
     )
     results = []
     for made in (nnx_model, model):
         with Trainer(
-            made.loss_fn, optax.sgd(0.1), batch_size=BATCH, eval_fn=made.eval_fn, controller="equal", devices=jax.devices()[:2]
+            made.loss_fn,
+            optax.sgd(0.1),
+            batch_size=BATCH,
+            eval_fn=made.eval_fn,
+            controller="equal",
+            devices=jax.devices()[:2],
         ) as trainer:
             state, history = trainer.fit(trainer.init(made.params, made.model_state), DATA, steps=3)
             results.append((history.losses, trainer.evaluate(state, DATA)["loss"]))
@@ -166,7 +180,11 @@ def test_dropout_inside_a_model_follows_the_sample():
     runs = []
     for workers, seed in [(1, 0), (4, 1)]:
         with Trainer(
-            model.loss_fn, optax.sgd(0.1), batch_size=BATCH, controller=RandomPlans(seed), devices=jax.devices()[:workers]
+            model.loss_fn,
+            optax.sgd(0.1),
+            batch_size=BATCH,
+            controller=RandomPlans(seed),
+            devices=jax.devices()[:workers],
         ) as trainer:
             runs.append(trainer.fit(trainer.init(model.params), DATA, steps=4)[1].losses)
     np.testing.assert_allclose(runs[0], runs[1], rtol=1e-5)

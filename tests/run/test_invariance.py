@@ -28,7 +28,7 @@ ENGINES = ("chunked", "looped", "masked")
 WORKERS = (1, 2, 3, 4, 8)
 
 
-def _keep_gradient(core, sums, finite):
+def _keep_gradient(core, sums):
     params, state, _ = core
     return params, state, jax.tree.map(lambda g: g / sums.weight, sums.grads)
 
@@ -167,7 +167,7 @@ def test_an_extra_sum_over_workers_would_be_noticed(monkeypatch):
     monkeypatch.setattr(jax.lax, "psum", lambda x, axis: plain(plain(x, axis), axis))
     core = (made.problem.params, None, jax.tree.map(jnp.zeros_like, made.problem.params))
 
-    def sums_only(core, sums, finite):
+    def sums_only(core, sums):
         return core[0], core[1], sums.grads
 
     workers = made.engine.workers

@@ -31,6 +31,8 @@ from hetjax.run.workers import Workers, device_kind
 
 Tree = Any
 
+_SETTLED = 3  # steps without a change of counts before the ladder grows for them
+
 
 @dataclass(frozen=True)
 class Chunk:
@@ -79,7 +81,8 @@ class Chunked:
                 priced_by_rows=priced_by_rows,
             )
         self._background = ThreadPoolExecutor(1, thread_name_prefix="hetjax-ladder")
-        self._growing: tuple[Ladder, int, Future] | None = None
+        self._growing: Future | None = None
+        self._counts_W, self._settled = np.zeros(len(workers), np.int64), 0
         self._survey()
 
     def _candidates(self, max_rows: Sequence[int]) -> list[int]:
@@ -123,27 +126,32 @@ class Chunked:
         return self._stairs[self._group_W[worker]].rows(count)
 
     def grow(self, counts_W: np.ndarray) -> bool:
-        """Between steps: take a rung that has been compiled into use, or start compiling the next one worth having.
+        """Between steps: take a rung that has been compiled into use, or look for the next one worth having.
 
-        Returns whether a compile is under way: it takes the CPU from CPU workers, so such a step is not timed.
+        Looking and compiling happen in the background, once the counts have settled. Returns whether that is under way:
+        it takes the CPU from CPU workers, so such a step is not timed.
         """
+        if self._growing is not None and self._growing.done():
+            found, self._growing = self._growing.result(), None
+            if found is not None:
+                ladder, rung, programs = found
+                ladder.add(rung, programs)
+                self._survey()
+                self._settled = 0  # the same counts may be worth a further rung
         if self._growing is None:
-            for kind, ladder in self.ladders.items():
-                mine = [i for i, group in enumerate(self._group_W) if group[0] == kind]
-                rung = ladder.next_rung(
-                    [int(counts_W[i]) for i in mine],
-                    max(self._group_W[i][1] for i in mine),
-                    max(self._group_W[i][2] for i in mine),
-                )
-                if rung is not None:
-                    self._growing = ladder, rung, self._background.submit(ladder.compile, rung)
-                    break
-        elif self._growing[2].done():
-            ladder, rung, programs = self._growing
-            ladder.add(rung, programs.result())
-            self._growing = None
-            self._survey()
+            self._settled = self._settled + 1 if np.array_equal(counts_W, self._counts_W) else 0
+            self._counts_W = counts_W
+            if self._settled == _SETTLED:
+                self._growing = self._background.submit(self._next_rung, counts_W)
         return self._growing is not None
+
+    def _next_rung(self, counts_W: np.ndarray) -> tuple[Ladder, int, Any] | None:
+        for kind, ladder in self.ladders.items():
+            mine = [i for i, group in enumerate(self._group_W) if group[0] == kind]
+            rung = ladder.next_rung([int(counts_W[i]) for i in mine], [int(self.max_rows_W[i]) for i in mine])
+            if rung is not None:
+                return ladder, rung, ladder.compile(rung)
+        return None
 
     # -- a step --
 

@@ -74,11 +74,13 @@ class Spmd:
     def _work(self, count: int) -> int:
         raise NotImplementedError
 
+    minimum = 0  # samples that every worker gets at least
+
     def limits(self) -> Limits:
         workers = len(self.workers)
         return Limits(
             capacity_W=np.full(workers, self.capacity, np.int64),
-            minimum_W=np.zeros(workers, np.int64),
+            minimum_W=np.full(workers, self.minimum, np.int64),
             quantum=self.quantum,
             kind_W=np.zeros(workers, np.int64),
             stairs=(np.array([0, *(self._work(n) for n in range(1, self.capacity + 1))], np.float64),),
@@ -115,6 +117,7 @@ class Masked(Spmd):
 
     def __init__(self, program: Program, workers: Workers, clocks: Clocks, *, capacity: int, quantum: int = 1):
         buffer = -(-capacity // quantum) * quantum
+        self.minimum = quantum  # it computes its whole buffer anyway: no samples would not mean no time
         super().__init__(program, workers, clocks, capacity=capacity, buffer=buffer, quantum=quantum)
 
     def _sums(self, params: Tree, model_state: Tree, rows: Tree, ctl: jax.Array) -> Parts:

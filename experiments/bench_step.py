@@ -1,0 +1,331 @@
+"""How much the machinery of hetjax costs: work that follows the count, an even step, planning, recompiles.
+
+    python experiments/bench_step.py [--quick] [--json FILE]
+
+work_tax       time of the auto engine at n rows / time of a plain jitted gradient at batch n: the geometric mean over 12
+               log-spaced n between capacity / 16 and capacity; masked and looped beside it
+even_overhead  a hetjax step with equal counts / a hand-written jitted data-parallel step, same model, same fake devices
+plan_us        the balanced controller's time per step (observe and plan) at 8 and at 1,024 workers
+recompiles     programs compiled while counts change over 100 random plans
+
+All ratios are measured side by side in one run, in turns, as medians.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import hetjax
+from hetjax import Example, models
+from hetjax.plan import controllers
+from hetjax.plan.controllers.protocol import Observation, Plan
+from hetjax.plan.limits import Limits
+from hetjax.plan.sampler import Step
+from hetjax.run.clocks import Clocks
+from hetjax.run.compiles import compiles
+from hetjax.run.contract import Objective
+from hetjax.run.engines import Engine, Program, Rows, make_engine
+from hetjax.run.local import layout_of, train_sums
+from hetjax.run.reduce import make_reduce
+from hetjax.run.update import unchanged
+from hetjax.run.workers import AXIS, Workers
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with data of its capacity."""
+
+    name: str
+    flax: hetjax.FlaxModel
+    data: dict[str, np.ndarray]
+
+    @property
+    def capacity(self) -> int:
+        return len(next(iter(self.data.values())))
+
+
+def image_loss(model: Any, example: Any, rngs: Any) -> Example:
+    score = models.classification(model(example["image"], rngs=rngs), example["label"])
+    return Example(score.loss, None, {"accuracy": score.correct})
+
+
+def text_loss(model: Any, example: Any, rngs: Any) -> Example:
+    score = models.next_token(model(example["tokens"], rngs=rngs), example["targets"], example["weights"])
+    return Example(score.loss, score.weight, {"accuracy": score.correct})
+
+
+def case(name: str) -> Case:
+    rng, rngs = np.random.default_rng(0), nnx.Rngs(0)
+    if name == "transformer":
+        model = models.Transformer(32, 128, width=64, depth=2, heads=4, dropout=0.1, rngs=rngs)
+        tokens = rng.integers(0, 128, (256, 33)).astype(np.int32)
+        data = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": np.ones((256, 32), np.float32)}
+        return Case(name, hetjax.from_nnx(model, text_loss), data)
+    image, label = rng.random((256, 28, 28, 1), np.float32), rng.integers(0, 10, 256).astype(np.int32)
+    options = {"mlp": {"hidden": (1024, 1024)}, "cnn": {}}[name]
+    model = {"mlp": models.MLP, "cnn": models.CNN}[name]((28, 28, 1), 10, rngs=rngs, **options)
+    return Case(name, hetjax.from_nnx(model, image_loss), {"image": image, "label": label})
+
+
+# -- work_tax --
+
+
+def engine_for(case: Case, name: str, workers: Workers, clocks: Clocks, **options: Any) -> tuple[Engine, Any]:
+    """An engine on one worker, and parameters placed for it."""
+    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+    row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), case.data)
+    params = jax.tree.map(shape, case.flax.params)
+    objective = Objective(case.flax.loss_fn)
+    layout, _ = layout_of(objective, params, None, row, 2, train=True)
+    program = Program(train_sums(objective, layout), layout.sizes, layout.dtype, params, None, row)
+    engine = make_engine(name, program, workers, clocks, batch=case.capacity, **options)
+    return engine, make_reduce("psum", workers, layout, unchanged, (case.flax.params, None))
+
+
+def plain_gradient(case: Case, n: int) -> Callable[[], Any]:
+    """What anybody would write: the jitted gradient of the mean loss over a batch of n."""
+    batch = jax.tree.map(lambda x: x[:n], case.data)
+
+    @jax.jit
+    def gradient(params: Any, batch: Any) -> Any:
+        keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(0)))(jnp.arange(n))
+
+        def mean(params: Any) -> Any:
+            told = case.flax.loss_fn(params, batch, keys)
+            weight = n if told.weight_b is None else told.weight_b.sum()
+            return told.loss_b.sum() / weight, jax.tree.map(jnp.sum, told.metrics)
+
+        return jax.value_and_grad(mean, has_aux=True)(params)
+
+    params = jax.device_put(case.flax.params, jax.devices()[0])
+    return lambda: jax.block_until_ready(gradient(params, batch))
+
+
+def in_turns(runs: dict[str, Callable[[], Any]], repeats: int, seconds: float) -> dict[str, float]:
+    """Median seconds of each run, all of them in turn, after one run to warm up."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for run in runs.values():
+        run()
+    until = time.perf_counter() + seconds
+    while len(times[next(iter(runs))]) < repeats and (time.perf_counter() < until or len(times[next(iter(runs))]) < 5):
+        for name, run in runs.items():
+            began = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - began)
+    return {name: float(np.median(values)) for name, values in times.items()}
+
+
+def settle(engine: Engine, counts: np.ndarray) -> None:
+    """As in training: while the counts stay the same, rungs join between steps as long as they promise to save work."""
+    quiet = 0
+    while quiet < 5:
+        quiet = 0 if engine.grow(counts) else quiet + 1
+        time.sleep(0.001)
+
+
+def work_tax(name: str, quick: bool) -> tuple[float, dict[str, Any]]:
+    made = case(name)
+    workers = Workers.of(jax.devices()[:1])
+    clocks = Clocks(workers)
+    engines = {"auto": engine_for(made, "chunked", workers, clocks)}
+    if name != "cnn" or not quick:  # convolutions inside a loop are very slow on CPU; the full run shows it
+        micro = made.capacity // 16
+        engines["looped"] = engine_for(made, "looped", workers, clocks, capacity=made.capacity, micro=micro)
+    engines["masked"] = engine_for(made, "masked", workers, clocks, capacity=made.capacity)
+    auto = engines["auto"][0]
+    rows, ratios = [], {engine: [] for engine in engines}
+    for n in np.unique(np.round(np.geomspace(made.capacity / 16, made.capacity, 12)).astype(int)):
+        counts = np.array([n])
+        settle(auto, counts)
+        runs: dict[str, Callable[[], Any]] = {"plain": plain_gradient(made, int(n))}
+        for engine_name, (engine, reduce) in engines.items():
+            packed = engine.pack(Rows(made.data, 0), Step(0, 0, int(n)), counts, seed=0)
+            runs[engine_name] = lambda engine=engine, reduce=reduce, packed=packed: clocks.wait(engine.start(reduce, packed))
+        seconds = in_turns(runs, repeats=15 if quick else 41, seconds=0.5 if quick else 4.0)
+        for engine_name in engines:
+            ratios[engine_name].append(seconds[engine_name] / seconds["plain"])
+        chunks = [chunk.rung for chunk in auto.pack(Rows(made.data, 0), Step(0, 0, int(n)), counts, seed=0)[0]]
+        rows.append({"n": int(n), "chunks": chunks, **{k: round(1e3 * v, 2) for k, v in seconds.items()}})
+    (ladder,) = auto.ladders.values()
+    rungs = sorted(ladder.programs)
+    odd = sum(all(row["n"] % rung for rung in rungs) for row in rows)
+    mean = {engine: float(np.exp(np.mean(np.log(values)))) for engine, values in ratios.items()}
+    for engine, _ in engines.values():
+        engine.close()
+    clocks.close()
+    return mean["auto"], {"ladder": rungs, "odd_n": odd, "geometric_mean": mean, "ms": rows}
+
+
+# -- even_overhead --
+
+
+class Halves:
+    """Equal counts for ever."""
+
+    name = "equal"
+
+    def plan(self, batch: int, limits: Limits, epoch: int = 0) -> Plan:
+        return Plan(np.full(limits.workers, batch // limits.workers, np.int64))
+
+    def observe(self, seen: Observation) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def even_overhead(quick: bool) -> tuple[float, dict[str, Any]]:
+    """Blocks of steps of both, in turns. The step by hand is what a good JAX user writes: shard_map, pmean, donation."""
+    made, batch = case("mlp"), 2048
+    rng = np.random.default_rng(1)
+    data = {"image": rng.random((8 * batch, 28, 28, 1), np.float32), "label": rng.integers(0, 10, 8 * batch).astype(np.int32)}
+    optimizer = optax.sgd(0.01, momentum=0.9)
+    workers = Workers.of(None)
+    steps = 8
+
+    def by_hand_step(params: Any, opt_state: Any, rows: Any, index: jax.Array) -> Any:
+        n = len(rows["label"])
+        keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(0)))(index[0] + jnp.arange(n))
+
+        def mean(params: Any) -> Any:
+            told = made.flax.loss_fn(params, rows, keys)
+            return told.loss_b.mean(), jax.tree.map(jnp.mean, told.metrics)
+
+        (loss, metrics), grads = jax.value_and_grad(mean, has_aux=True)(params)
+        grads, loss, metrics = jax.lax.pmean((grads, loss, metrics), AXIS)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss, metrics
+
+    specs = {"mesh": workers.mesh, "in_specs": (P(), P(), P(AXIS), P(AXIS)), "out_specs": P(), "check_vma": False}
+    by_hand = jax.jit(jax.shard_map(by_hand_step, **specs), donate_argnums=(0, 1))
+    copy = lambda tree: jax.device_put(jax.tree.map(jnp.array, tree), workers.replicated)
+    held = [copy(made.flax.params), copy(optimizer.init(made.flax.params))]
+    index = jax.device_put(np.arange(len(workers), dtype=np.int32), workers.sharded)
+    order = rng.permutation(len(data["label"]))
+
+    def run_by_hand() -> None:
+        loss = None
+        for k in range(steps):
+            chosen = order[k * batch : (k + 1) * batch]
+            rows = jax.device_put({name: values[chosen] for name, values in data.items()}, workers.sharded)
+            held[0], held[1], loss, _ = by_hand(*held, rows, index)
+        jax.block_until_ready(loss)
+
+    with hetjax.Trainer(made.flax.loss_fn, optimizer, batch_size=batch, controller=Halves()) as trainer:
+        state = [trainer.fit(trainer.init(made.flax.params), data, steps=20)[0]]  # the ladder grows where it pays
+        inside: list[float] = []
+
+        def run_hetjax() -> None:
+            state[0], history = trainer.fit(state[0], data, steps=steps)
+            inside.append(sum(record.step_time for record in history.records))
+
+        by_hand_times, hetjax_times = [], []
+        run_by_hand()
+        run_hetjax()
+        for _ in range(5 if quick else 15):
+            began = time.perf_counter()
+            run_by_hand()
+            by_hand_times.append((time.perf_counter() - began) / steps)
+            run_hetjax()
+            hetjax_times.append(inside[-1] / steps)
+    ratio = float(np.median(np.array(hetjax_times) / np.array(by_hand_times)))
+    spread = np.percentile(np.array(hetjax_times) / np.array(by_hand_times), [25, 75]).round(3).tolist()
+    ms = {"by_hand": 1e3 * float(np.median(by_hand_times)), "hetjax": 1e3 * float(np.median(hetjax_times))}
+    return ratio, {"step_ms": ms, "quartiles": spread, "workers": len(workers), "batch": batch}
+
+
+# -- plan_us --
+
+
+def plan_us(workers: int, steps: int = 200) -> float:
+    """Median microseconds of observe + plan of the balanced controller under 5% noise."""
+    rng = np.random.default_rng(2)
+    limits = Limits.plain(workers, 64 * workers)
+    controller = controllers.make("balanced")
+    speed = rng.uniform(0.2, 1.0, workers)
+    plans = [controller.plan(64 * workers, limits), controller.plan(64 * workers, limits)]
+    seconds = []
+    for step in range(steps):
+        counts = plans[step].counts_W
+        times = np.round((1e-3 + counts * 1e-4 / speed) * rng.lognormal(0, 0.05, workers), 6)
+        seen = Observation(counts, limits.work(counts), np.where(counts > 0, times, np.nan), 0, step)
+        began = time.perf_counter()
+        controller.observe(seen)
+        plans.append(controller.plan(64 * workers, limits))
+        seconds.append(time.perf_counter() - began)
+    return 1e6 * float(np.median(seconds))
+
+
+# -- recompiles --
+
+
+class RandomSplits(Halves):
+    """Another random split every step."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(3)
+
+    def plan(self, batch: int, limits: Limits, epoch: int = 0) -> Plan:
+        return Plan(self.rng.multinomial(batch, self.rng.dirichlet(np.ones(limits.workers))).astype(np.int64))
+
+
+def recompiles() -> int:
+    made = case("cnn")
+    with hetjax.Trainer(made.flax.loss_fn, optax.sgd(0.1), batch_size=64, controller=RandomSplits()) as trainer:
+        state, _ = trainer.fit(trainer.init(made.flax.params), made.data, steps=1)
+        before = compiles()
+        _, history = trainer.fit(state, made.data, steps=100)
+    assert len({tuple(counts) for counts in history.counts}) > 90
+    return compiles() - before
+
+
+def main(json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None, quick: bool = False) -> None:
+    """Measure what hetjax itself costs.
+
+    Args:
+        json_file: write the figures to this file (--json FILE).
+        quick: fewer repetitions; ends within 90 seconds on two quiet cores.
+    """
+    began = time.perf_counter()
+    taxes, details = {}, {}
+    for name in ("mlp", "cnn", "transformer"):
+        taxes[name], details[name] = work_tax(name, quick)
+        means = ", ".join(f"{engine} {value:.2f}" for engine, value in details[name]["geometric_mean"].items())
+        print(f"\n{name}: ladder {details[name]['ladder']}, {details[name]['odd_n']} of 12 n no multiple of any rung")
+        for row in details[name]["ms"]:
+            print("  " + "  ".join(f"{key} {value}" for key, value in row.items()))
+        print(f"  work_tax (geometric mean): {means}   [target: auto <= 1.10]")
+    overhead, details["even_overhead"] = even_overhead(quick)
+    print(f"\neven_overhead {overhead:.3f}   [target <= 1.05]  {details['even_overhead']}")
+    planning = {"8": plan_us(8), "1024": plan_us(1024)}
+    print(f"plan_us {({k: round(v) for k, v in planning.items()})}   [targets < 1,000 and < 10,000]")
+    compiled = recompiles()
+    print(f"recompiles {compiled}   [target 0]\n{time.perf_counter() - began:.0f} s")
+    if json_file is not None:
+        figures = {"work_tax": taxes, "even_overhead": overhead, "plan_us": planning, "recompiles": compiled}
+        json_file.write_text(json.dumps({**figures, "details": details}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

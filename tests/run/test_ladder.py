@@ -1,0 +1,178 @@
+"""The ladder: one compile per kind, rungs that do not fit are dropped, more rungs join when they pay."""
+
+import logging
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from problems import problem
+
+from hetjax.plan.sampler import Step
+from hetjax.run import compile_once, memory
+from hetjax.run.clocks import Clocks
+from hetjax.run.compile_once import compile_for
+from hetjax.run.contract import Objective
+from hetjax.run.engines import Chunked, Program, Rows
+from hetjax.run.ladder import Ladder
+from hetjax.run.local import layout_of, train_sums
+from hetjax.run.workers import Workers
+
+
+def program_for(made):
+    row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), made.data)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), made.params)
+    layout, _ = layout_of(Objective(made.loss_fn), shapes, None, row, 2, train=True)
+    return Program(train_sums(Objective(made.loss_fn), layout), layout.sizes, layout.dtype, shapes, None, row)
+
+
+def chunked(workers=2, **options):
+    devices = Workers.of(jax.devices()[:workers])
+    clocks = Clocks(devices)
+    options = {"capacity_W": np.full(workers, 64), **options}
+    return Chunked(program_for(problem("mlp")), devices, clocks, **options)
+
+
+@pytest.fixture
+def backend_compiles(monkeypatch):
+    """How many programs were really compiled."""
+    calls = []
+    plain = compile_once._compile
+    monkeypatch.setattr(compile_once, "_compile", lambda *args: calls.append(args[2]) or plain(*args))
+    return calls
+
+
+def test_one_compile_serves_all_devices_of_a_kind(backend_compiles):
+    devices = jax.devices()[2:8]
+    spec = jax.ShapeDtypeStruct((3,), np.float32)
+    programs = compile_for(lambda acc, x: acc + 2 * x, (spec, spec), devices, donate=(0,))
+    assert backend_compiles == [devices[0]]
+    for device, program in zip(devices, programs, strict=True):
+        acc = jax.device_put(jnp.ones(3), device)
+        out = program(acc, np.full(3, device.id, np.float32))
+        assert out.devices() == {device}
+        assert acc.is_deleted()
+        np.testing.assert_array_equal(out, 1 + 2 * device.id)
+
+
+def test_where_sharing_fails_each_device_compiles_for_itself(backend_compiles, monkeypatch):
+    monkeypatch.setattr(compile_once._Shared, "load", lambda self, device: 1 / 0)
+    programs = compile_for(lambda x: x + 1, (jax.ShapeDtypeStruct((), np.float32),), jax.devices()[:3])
+    assert len(backend_compiles) == 3
+    assert [program(np.float32(1)).item() for program in programs] == [2, 2, 2]
+
+
+def test_with_a_persistent_cache_programs_still_run(tmp_path):
+    """A program out of the cache cannot be serialised again; sharing it would fail only when it runs."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    jax._src.compilation_cache.reset_cache()
+    try:
+        for _ in range(2):
+            fn = lambda x: jnp.tanh(jnp.sin(x) @ jnp.cos(x)).sum() + jax.random.normal(jax.random.key(3)) * x[0, 0]
+            programs = compile_for(fn, (jax.ShapeDtypeStruct((7, 7), np.float32),), jax.devices()[:3])
+            answers = [float(program(np.full((7, 7), 0.1, np.float32))) for program in programs]
+            assert answers[0] == answers[1] == answers[2]
+            jax.clear_caches()
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        jax._src.compilation_cache.reset_cache()
+
+
+def test_rungs_that_need_more_memory_than_there_is_are_left_out(monkeypatch, caplog):
+    lead = jax.devices()[0]
+    (small,) = chunked(rungs=[8]).ladders.values()
+    (large,) = chunked(rungs=[64]).ladders.values()
+    needs = [memory.needed(small.programs[8][lead]), memory.needed(large.programs[64][lead])]
+    assert needs[0] < needs[1]
+    monkeypatch.setattr(memory, "available", lambda device: sum(needs) // 2)
+    with caplog.at_level(logging.WARNING, "hetjax"):
+        engine = chunked(rungs=[8, 64])
+    (ladder,) = engine.ladders.values()
+    assert sorted(ladder.programs) == [8]
+    assert "A chunk of 64 rows is left out of the ladder" in caplog.text
+    assert engine.rows_of(0, 64) == 64  # covered by eight small chunks
+
+
+def test_rungs_that_run_out_of_memory_on_trial_are_left_out(monkeypatch, caplog):
+    plain = Ladder.compile
+
+    def compile(self, rung):
+        programs = plain(self, rung)
+        if rung < 60:
+            return programs
+
+        def too_large(*_):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+        return dict.fromkeys(programs, too_large)
+
+    monkeypatch.setattr(Ladder, "compile", compile)
+    engine = chunked()
+    (ladder,) = engine.ladders.values()
+    assert max(ladder.programs) == max(r for r in ladder.wanted)
+    assert 40 < max(ladder.programs) < 60  # the next smaller candidate took its place
+    assert "a trial run ran out of memory" in caplog.text
+
+
+def test_when_nothing_fits_the_error_says_so(monkeypatch):
+    monkeypatch.setattr(memory, "available", lambda device: 10)
+    with pytest.raises(ValueError, match="Not even a chunk of 4 rows fits"):
+        chunked(rungs=[4, 8])
+
+
+def test_an_error_that_is_not_about_memory_is_not_swallowed(monkeypatch):
+    def broken(self, rung):
+        raise TypeError("a mistake in the model")
+
+    monkeypatch.setattr(Chunked, "_arguments", lambda self, rows, device: broken(self, rows))
+    with pytest.raises(TypeError, match="a mistake in the model"):
+        chunked()
+
+
+def test_a_rung_joins_when_it_pays_at_the_present_counts(monkeypatch):
+    wide = lambda self, rungs: {
+        **{rung: 1e-3 + 1e-4 * rung for rung in rungs},
+        0: 1e-3,
+    }  # injected: a wide model's prices
+    monkeypatch.setattr(Ladder, "_time", wide)
+    engine = chunked(capacity_W=np.full(2, 100))
+    (ladder,) = engine.ladders.values()
+    assert len(ladder.programs) == 3
+    counts = np.array([44, 56])
+    before = engine.limits().work(counts)
+    for _ in range(60):  # steps with settled counts
+        if engine.grow(counts):
+            engine._growing.result(timeout=60)
+    assert 3 < len(ladder.programs) < len(ladder.wanted)
+    assert set(ladder.programs) == set(ladder.prices)
+    assert engine.limits().work(counts).sum() < 0.97 * before.sum()
+    engine.close()
+
+
+def test_max_rows_may_differ_from_worker_to_worker():
+    engine = chunked(capacity_W=np.array([64, 64]), max_rows_W=np.array([64, 16]))
+    packed = engine.pack(Rows(problem("mlp").data, 0), Step(0, 0, 64), np.array([32, 32]), 0)
+    assert max(chunk.rung for chunk in packed[1]) <= 16
+    limits = engine.limits()
+    assert len(limits.stairs) == 2
+    assert (np.diff(limits.stairs[1]) >= 0).all()
+
+
+def test_a_worker_that_does_not_come_is_named():
+    workers = Workers.of(jax.devices()[:2])
+    clocks = Clocks(workers, wait_limit=0.2)
+    release = threading.Event()
+    futures = clocks.start([lambda: "here", lambda: release.wait(20)])
+    with pytest.raises(TimeoutError, match=r"Worker 1 \(.*1.*\) did not finish its local phase within"):
+        clocks.wait(futures)
+    release.set()
+    clocks.close()

@@ -1,0 +1,86 @@
+"""Simulated speeds: the rule, to the letter, with injected time."""
+
+import numpy as np
+import pytest
+
+from hetjax.run import simulate
+from hetjax.run.simulate import Simulation, constant
+
+
+class FakeTime:
+    """A clock that only moves when somebody sleeps or computes."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def perf_counter(self):
+        return self.now
+
+    def sleep(self, seconds):
+        assert seconds > 0
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = FakeTime()
+    monkeypatch.setattr(simulate, "time", clock)
+    return clock
+
+
+def phase(simulation, clock, worker, rows, real):
+    """How long a local phase lasts whose real computation takes `real` seconds."""
+    began = clock.now
+    clock.now += real
+    simulation.hold(worker, rows, began)
+    return clock.now - began
+
+
+def test_row_time_is_the_slowest_workers_with_all_computing_plus_half():
+    simulation = Simulation(constant([1, 0.5]))
+    simulation.calibrate(np.array([10, 20, 0]), np.array([0.1, 0.4, 9.9]))
+    assert simulation.row_time == pytest.approx(1.5 * 0.02)
+    assert simulation.ideal() == pytest.approx((1 + 0.5) / 0.03)
+
+
+def test_a_phase_lasts_startup_plus_rows_by_speed_or_its_real_time(clock):
+    simulation = Simulation(constant([1, 0.25], startup=[0.0, 0.2]), row_time=0.01)
+    assert phase(simulation, clock, 0, rows=10, real=0.02) == pytest.approx(0.1)
+    assert phase(simulation, clock, 1, rows=10, real=0.02) == pytest.approx(0.2 + 0.4)
+    assert simulation.overruns == 0
+    assert phase(simulation, clock, 0, rows=10, real=0.3) == pytest.approx(0.3)
+    assert (simulation.overruns, simulation.phases) == (1, 3)
+
+
+def test_above_two_per_cent_of_overruns_there_is_a_warning(clock):
+    simulation = Simulation(constant([1]), row_time=0.01)
+    for _ in range(98):
+        phase(simulation, clock, 0, rows=10, real=0.02)
+    for _ in range(2):
+        phase(simulation, clock, 0, rows=10, real=0.5)
+    assert simulation.verdict() is None
+    phase(simulation, clock, 0, rows=10, real=0.5)
+    assert "3 of 101 local phases took longer than simulated" in simulation.verdict()
+
+
+def test_speeds_follow_a_trace_by_step(clock):
+    trace = lambda step: (np.array([1.0 if step < 5 else 0.5]), np.zeros(1))
+    simulation = Simulation(trace, row_time=0.01)
+    assert phase(simulation, clock, 0, rows=10, real=0.0) == pytest.approx(0.1)
+    simulation.step = 5
+    assert phase(simulation, clock, 0, rows=10, real=0.0) == pytest.approx(0.2)
+    assert simulation.ideal() == pytest.approx(50)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "startup", "words"),
+    [
+        ([1, -1], 0.0, "positive"),
+        ([1, np.nan], 0.0, "positive"),
+        ([1], [-0.1], "seconds, zero or more"),
+        ([[1]], 0.0, "one number"),
+    ],
+)
+def test_impossible_speeds_are_refused(speeds, startup, words):
+    with pytest.raises(ValueError, match=words):
+        constant(speeds, startup)

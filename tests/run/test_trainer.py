@@ -1,0 +1,259 @@
+"""The trainer: the same run on any hardware, every sample once, and errors for people."""
+
+import json
+
+import jax
+import numpy as np
+import optax
+import pytest
+from problems import RandomPlans, distance, problem
+
+from hetjax import NonFiniteError, Simulation, Trainer
+from hetjax.plan.sampler import Sampler
+from hetjax.run.simulate import constant
+
+BATCH = 24
+
+
+def trainer_for(made, **options):
+    options = {"batch_size": BATCH, "controller": "equal", "devices": jax.devices()[:2], "rungs": [4, 24], **options}
+    if options.get("engine") in ("looped", "masked"):
+        options.pop("rungs")
+    return Trainer(made.loss_fn, options.pop("optimizer", optax.sgd(0.1)), **options)
+
+
+def test_one_equal_worker_and_four_balanced_unequal_ones_are_the_same_run():
+    made = problem("cnn", samples=200)
+    runs = []
+    for workers, controller, speeds in [(1, "equal", None), (4, "balanced", [1, 1, 0.5, 0.25])]:
+        with trainer_for(
+            made,
+            batch_size=64,
+            controller=controller,
+            devices=jax.devices()[:workers],
+            speeds=speeds,
+            rungs=[4, 16, 64],
+        ) as trainer:
+            _, history = trainer.fit(trainer.init(made.params), made.data, steps=50)
+            runs.append(history)
+    np.testing.assert_allclose(runs[0].losses, runs[1].losses, rtol=1e-4)
+    counts = runs[1].counts[-2]
+    assert counts[0] > counts[2] > counts[3]  # the plan did follow the speeds, not only the samples
+    assert runs[1].summary()["plan_changes"] >= 1
+    assert runs[1].recompiles_after_warmup == 0
+
+
+@pytest.mark.parametrize("engine", ["chunked", "looped", "masked"])
+def test_a_hundred_random_plans_compile_nothing(engine):
+    made = problem("mlp", samples=500)
+    with trainer_for(
+        made, engine=engine, controller=RandomPlans(0), devices=jax.devices()[:4], capacity=BATCH
+    ) as trainer:
+        state, _ = trainer.fit(trainer.init(made.params), made.data, steps=2)
+        _, history = trainer.fit(state, made.data, steps=100)
+    assert len({tuple(c) for c in history.counts}) > 50
+    assert history.recompiles_after_warmup == 0
+
+
+def test_the_counter_of_compiles_counts():
+    from hetjax.run.compiles import compiles
+
+    before = compiles()
+    jax.jit(lambda x: x * 3 + 7)(np.ones(13))
+    assert compiles() > before
+
+
+class Remembering:
+    """A source that notes which samples were fetched."""
+
+    def __init__(self, data):
+        self.data, self.fetched = data, []
+
+    def __len__(self):
+        return len(self.data["label"])
+
+    def __getitem__(self, index):
+        self.fetched.append(index)
+        return {name: values[index] for name, values in self.data.items()}
+
+
+def test_evaluation_is_exact_over_every_sample_and_any_split():
+    made = problem("cnn", samples=61)
+    told, fetched = [], []
+    for workers in (1, 3):
+        source = Remembering(made.data)
+        with trainer_for(made, devices=jax.devices()[:workers], controller=RandomPlans(1)) as trainer:
+            trainer.fit(trainer.init(made.params), made.data, steps=2)
+            told.append(trainer.evaluate(trainer.init(made.params), source))
+        fetched.append(source.fetched)
+    assert told[1]["loss"] == pytest.approx(told[0]["loss"], rel=1e-5)
+    assert told[1]["accuracy"] * 61 == pytest.approx(round(told[0]["accuracy"] * 61), abs=1e-3)
+    for seen in fetched:  # the first sample is looked at once more, for its shape
+        assert np.bincount(seen).tolist() == [2] + [1] * 60
+
+
+def test_stopping_and_going_on_elsewhere_is_the_same_run():
+    made = problem("mlp", samples=100)
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    with trainer_for(made, optimizer=optimizer, devices=jax.devices()[:1]) as trainer:
+        whole, history = trainer.fit(trainer.init(made.params), made.data, steps=12)
+    with trainer_for(made, optimizer=optimizer, devices=jax.devices()[:3], controller=RandomPlans(5)) as trainer:
+        half, first = trainer.fit(trainer.init(made.params), made.data, steps=7)
+    half = jax.tree.map(np.asarray, half)  # through the host, as a checkpoint would
+    with trainer_for(made, optimizer=optimizer, devices=jax.devices()[3:8], controller=RandomPlans(6)) as trainer:
+        rest, second = trainer.fit(half, made.data, stop_at=whole.cursor)
+    np.testing.assert_allclose(first.losses + second.losses, history.losses, rtol=1e-5)
+    assert (rest.step, rest.cursor) == (whole.step, whole.cursor)
+    assert distance(rest.params, whole.params) <= 1e-5
+
+
+def test_epochs_cover_every_sample_exactly_once():
+    made = problem("mlp", samples=50)
+    made.data["label"][:] = 0
+    loss_fn = lambda params, batch, keys: made.loss_fn(params, batch, keys)
+    with Trainer(
+        loss_fn, optax.sgd(0.1), batch_size=16, controller=RandomPlans(0), devices=jax.devices()[:3]
+    ) as trainer:
+        state, history = trainer.fit(trainer.init(made.params), made.data, epochs=2)
+    assert [int(record.counts_W.sum()) for record in history.records] == [16, 16, 16, 2] * 2
+    assert state.cursor == 100
+    assert [record.epoch for record in history.records] == [0] * 4 + [1] * 4
+
+
+def test_the_callers_state_stays_alive():
+    made = problem("mlp")
+    with trainer_for(made) as trainer:
+        start = trainer.init(made.params)
+        first = trainer.fit(start, made.data, steps=3)[1].losses
+        second = trainer.fit(start, made.data, steps=3)[1].losses
+    assert first == second
+
+
+def test_hooks_see_each_step_with_the_state_after_it():
+    made = problem("mlp")
+    seen = []
+
+    def hook(record, state):
+        seen.append((record.step, state.step, state.cursor, float(np.asarray(jax.tree.leaves(state.params)[0]).sum())))
+        json.dumps(record.row())
+
+    with trainer_for(made) as trainer:
+        state, history = trainer.fit(trainer.init(made.params), made.data, steps=4, hooks=[hook])
+    assert [s[:3] for s in seen] == [(1, 1, 24), (2, 2, 48), (3, 3, 64), (4, 4, 88)]
+    assert len({s[3] for s in seen}) == 4
+    assert seen[-1][3] == float(np.asarray(jax.tree.leaves(state.params)[0]).sum())
+    assert len(history.records) == 4
+    json.dumps(history.summary())
+
+
+def test_stop_ends_the_run_after_a_whole_step():
+    made = problem("mlp")
+    with trainer_for(made) as trainer:
+        hook = lambda record, state: trainer.stop() if record.step == 3 else None
+        state, history = trainer.fit(trainer.init(made.params), made.data, steps=50, hooks=[hook])
+    assert 3 <= len(history.records) <= 6
+    assert state.step == len(history.records)
+
+
+@pytest.mark.parametrize("transport", ["psum", "hub"])
+def test_a_nan_is_named_and_leaves_the_parameters_alone(transport):
+    made = problem("mlp", samples=48)
+    order = Sampler(48, BATCH, 0).indices(0, 0, 48)
+    made.data["image"][order[30]] = np.nan  # position 30 lies in step 2, in the slice of worker 0 of 2
+    with trainer_for(made, transport=transport) as trainer:
+        with pytest.raises(NonFiniteError, match="Step 2: the loss or gradient of worker 0"):
+            trainer.fit(trainer.init(made.params), made.data, steps=2)
+    with trainer_for(made, transport=transport, on_nonfinite="skip") as trainer:
+        one, _ = trainer.fit(trainer.init(made.params), made.data, steps=1)
+        two, history = trainer.fit(trainer.init(made.params), made.data, steps=2)
+    assert history.records[1].nonfinite == (0,)
+    assert distance(two.params, one.params) == 0
+
+
+def test_the_moving_average_of_parameters():
+    made = problem("mlp")
+    seen = []
+    with trainer_for(made, ema_decay=0.8) as trainer:
+        hook = lambda record, state: seen.append(jax.tree.map(np.array, state.params))
+        state, _ = trainer.fit(trainer.init(made.params), made.data, steps=3, hooks=[hook])
+    expected = jax.tree.map(np.asarray, made.params)
+    for params in seen:
+        expected = jax.tree.map(lambda e, p: 0.8 * e + 0.2 * p, expected, params)
+    assert distance(state.ema, expected) <= 1e-6
+
+
+def test_the_plan_of_a_step_uses_the_timings_up_to_two_steps_before():
+    calls = []
+
+    class Watcher(RandomPlans):
+        def plan(self, batch, limits, epoch=0):
+            calls.append("plan")
+            return super().plan(batch, limits, epoch)
+
+        def observe(self, seen):
+            calls.append(seen.step)
+
+    made = problem("mlp")
+    with trainer_for(made, controller=Watcher(0)) as trainer:
+        trainer.fit(trainer.init(made.params), made.data, steps=5)
+    assert calls == ["plan", "plan", 0, "plan", 1, "plan", 2, "plan", 3, 4]
+
+
+def test_padding_is_charged_and_masked_shows_no_gain():
+    """With simulated speeds the rows computed count: a buffer that is always computed whole cannot be balanced."""
+    made = problem("mlp", samples=400)
+    last = {}
+    for engine in ("chunked", "masked"):
+        simulation = Simulation(constant([1, 0.25]))
+        options = {"engine": engine, "batch_size": 64, "controller": "balanced", "capacity": 64}
+        with trainer_for(made, speeds=simulation, **options) as trainer:
+            _, history = trainer.fit(trainer.init(made.params), made.data, steps=20)
+        last[engine] = history.records[-3]
+        modelled = last[engine].rows_W * simulation.row_time / np.array([1, 0.25])
+        assert (last[engine].times_W >= 0.999 * modelled).all()
+    assert last["chunked"].rows_W[0] > 2 * last["chunked"].rows_W[1]
+    assert last["masked"].rows_W.tolist() == [64, 64]
+    assert last["masked"].counts_W.min() >= 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"batch_size": 0}, "batch_size is the number of samples per step"),
+        ({"engine": "fast"}, "Unknown engine 'fast'"),
+        ({"transport": "pigeon"}, "Unknown transport 'pigeon'"),
+        ({"controller": "best"}, "controller 'best'"),
+        ({"speeds": [1, 1, 1]}, "Speeds were given for 3 workers, but there are 2"),
+        ({"speeds": [1, 0]}, "must be positive"),
+        ({"capacity": 5}, "can take 10 samples a step in all"),
+        ({"capacity": [20, 20, 20]}, "capacity lists 3 numbers for 2 workers"),
+        ({"capacity": [30, 3], "engine": "masked"}, "one buffer size for all workers"),
+        ({"devices": []}, "No devices"),
+        ({"on_nonfinite": "pray"}, "on_nonfinite must be"),
+        ({"ema_decay": 1.5}, "ema_decay must be"),
+    ],
+)
+def test_bad_input_gets_a_sentence(options, words):
+    made = problem("mlp")
+    with pytest.raises(ValueError, match=words):
+        with trainer_for(made, **options) as trainer:
+            trainer.fit(trainer.init(made.params), made.data, steps=1)
+
+
+def test_bad_calls_get_a_sentence():
+    made = problem("mlp")
+    with trainer_for(made) as trainer:
+        state = trainer.init(made.params)
+        with pytest.raises(ValueError, match="exactly one of epochs, steps or stop_at"):
+            trainer.fit(state, made.data)
+        with pytest.raises(ValueError, match="exactly one of epochs, steps or stop_at"):
+            trainer.fit(state, made.data, steps=0)
+        with pytest.raises(TypeError, match="needs __len__ and __getitem__"):
+            trainer.fit(state, 5, steps=1)
+        with pytest.raises(ValueError, match="same number of rows"):
+            trainer.fit(state, {"image": np.zeros(3), "label": np.zeros(4)}, steps=1)
+        with pytest.raises(ValueError, match="holds no arrays"):
+            trainer.init({})
+    averaged = Trainer(lambda p, b, k: made.loss_fn(p, b, k).loss_b.mean(), optax.sgd(0.1), batch_size=BATCH)
+    with averaged, pytest.raises(ValueError, match="one value per example"):
+        averaged.fit(averaged.init(made.params), made.data, steps=1)
