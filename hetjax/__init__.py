@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hetjax.devices import fake_devices
     from hetjax.history import History, Record
     from hetjax.plan.allocation import solve
     from hetjax.run.contract import Example
@@ -27,6 +28,7 @@ _HOME = {
     "Simulation": "hetjax.run.simulate",
     "State": "hetjax.run.update",
     "Trainer": "hetjax.trainer",
+    "fake_devices": "hetjax.devices",
     "from_linen": "hetjax.run.from_flax",
     "from_nnx": "hetjax.run.from_flax",
     "running_average": "hetjax.run.update",
@@ -45,6 +47,7 @@ __all__ = [
     "Simulation",
     "State",
     "Trainer",
+    "fake_devices",
     "from_linen",
     "from_nnx",
     "running_average",

@@ -87,7 +87,8 @@ def latest(folder: str | Path) -> Path | None:
 def restore(path: str | Path, like: State, controller: Controller) -> tuple[State, dict[str, Any]]:
     """The state in a checkpoint and what the caller had added; the controller goes on from where it was.
 
-    `like` is a fresh state of the same model and optimiser (`trainer.init`). The number of workers may be another one.
+    `like` is a fresh state of the same model and optimiser (`trainer.init`). The workers, their number and the
+    controller may be others.
     """
     import orbax.checkpoint
 
@@ -114,7 +115,8 @@ def restore(path: str | Path, like: State, controller: Controller) -> tuple[Stat
             )
     core = jax.tree.unflatten(jax.tree.structure(like.core), [jax.numpy.asarray(value) for value in values])
     params, model_state, opt_state, ema = core
-    controller.load_state_dict(run["controller"])
+    if run["controller"].get("controller") == controller.name:  # another one starts with what it sees
+        controller.load_state_dict(run["controller"])
     return State(params, model_state, opt_state, ema, step=run["step"], cursor=run["cursor"]), run["extra"]
 
 

@@ -23,10 +23,13 @@ class Task:
     model: FlaxModel
 
 
-def make_task(dataset: str, model: str, *, seed: int = 0, norm: str | None = None, **options: Any) -> Task:
+def make_task(
+    dataset: str, model: str, *, seed: int = 0, norm: str | None = None, augment: str = "none", **options: Any
+) -> Task:
     """`dataset` as `hetjax.data.load` knows it, `model` one of `hetjax.models.MODELS`, `options` of its constructor.
 
     norm: 'batch' for hetjax's count-weighted BatchNorm or 'group' for GroupNorm, in models that normalise.
+    augment: 'shift' moves training images by up to a pixel, or 'none'.
     """
     train, test = load(dataset, "train"), load(dataset, "test")
     if train.description != test.description:
@@ -39,13 +42,25 @@ def make_task(dataset: str, model: str, *, seed: int = 0, norm: str | None = Non
             raise ValueError(f"There is no norm {norm!r}: choose 'batch' or 'group'.")
         options["norm"] = BatchNorm if norm == "batch" else "group"
     network = models.make(model, train.description, nnx.Rngs(seed), **options)
-    loss = _image_loss if train.description.vocab is None else _text_loss
-    return Task(train, test, from_nnx(network, loss))
+    if augment not in ("none", "shift"):
+        raise ValueError(f"There is no augmentation {augment!r}: choose 'none' or 'shift'.")
+    if augment == "shift" and len(train.description.input_shape) != 3:
+        raise ValueError(f"Only images can be shifted, and the samples of {dataset} are none: leave augment out.")
+    if train.description.vocab is not None:
+        return Task(train, test, from_nnx(network, _text_loss))
+    return Task(train, test, from_nnx(network, _shifted_image_loss if augment == "shift" else _image_loss))
 
 
 def _image_loss(model: Any, example: dict[str, Any], rngs: nnx.Rngs | None) -> Example:
     score = models.classification(model(example["image"], rngs=rngs), example["label"])
     return Example(score.loss, None, {"accuracy": score.correct})
+
+
+def _shifted_image_loss(model: Any, example: dict[str, Any], rngs: nnx.Rngs | None) -> Example:
+    """In training (where there are random streams) on an image moved by chance, in evaluation as it is."""
+    if rngs is not None:
+        example = {**example, "image": models.shift(example["image"], rngs.augment())}
+    return _image_loss(model, example, rngs)
 
 
 def _text_loss(model: Any, example: dict[str, Any], rngs: nnx.Rngs | None) -> Example:

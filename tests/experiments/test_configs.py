@@ -1,0 +1,51 @@
+"""Every named experiment says its command, run time and expected result, and runs: one step of it."""
+
+import ast
+import gzip
+import json
+
+import numpy as np
+import pytest
+import train
+import train_config
+
+from hetjax.watch import Report
+
+
+@pytest.mark.parametrize("name", train_config.names())
+def test_a_config_says_what_to_expect(name):
+    said = ast.get_docstring(ast.parse((train_config.CONFIGS / f"{name}.py").read_text()))
+    for word in ("command   ", "run time  ", "expected  ", f"python experiments/train.py --config {name}"):
+        assert word in said
+
+
+@pytest.mark.parametrize("name", train_config.names())
+def test_a_config_takes_one_step(name, tmp_path, monkeypatch):
+    drawn = Report((tmp_path / "run.png",), tmp_path / "report.html")
+    monkeypatch.setattr(train.watch, "report", lambda *_, **__: drawn)  # pictures have tests of their own
+    flags = ["--config", name, "--steps", "1", "--width", "4", "--batch-size", "32", "--out", str(tmp_path / "run")]
+    if name == "fashion_mnist":
+        flags += ["--dataset", f"idx:{tiny_idx(tmp_path)}"]
+    if name == "text_transformer":
+        (tmp_path / "text").write_bytes(b"to be or not to be " * 400)
+        flags += ["--dataset", f"text:{tmp_path / 'text'}"]
+    if train_config.named(name).compares:
+        flags += ["--strategy", "balanced"]  # one run is enough here
+    if train_config.named(name).workers.trace is None:
+        flags += ["--devices", "2"]
+    assert train.main(flags) == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["steps"], summary["samples"]) == (1, 32)
+    assert np.isfinite(summary["final_loss"])
+
+
+def tiny_idx(folder):
+    """64 images of noise under the names of Fashion-MNIST."""
+    rng = np.random.default_rng(0)
+    for split in ("train", "t10k"):
+        image, label = rng.integers(0, 256, (64, 28, 28), np.uint8), np.arange(64, dtype=np.uint8) % 10
+        for array, name in ((image, "images-idx3"), (label, "labels-idx1")):
+            sizes = b"".join(size.to_bytes(4, "big") for size in array.shape)
+            content = bytes([0, 0, 8, array.ndim]) + sizes + array.tobytes()
+            (folder / f"{split}-{name}-ubyte.gz").write_bytes(gzip.compress(content))
+    return folder

@@ -1,0 +1,156 @@
+"""The main job from its flags to its run folder, on tiny models: what is written, what is resumed, what is refused."""
+
+import json
+import os
+import signal
+
+import numpy as np
+import pytest
+import train
+
+from hetjax import watch
+from hetjax.watch import read_run
+
+TINY = ["--model", "mlp", "--width", "8", "--batch-size", "64", "--devices", "2"]
+SUMMARY = {
+    "strategy",
+    "controller",
+    "partition",
+    "sync",
+    "engine",
+    "workers",
+    "steps",
+    "samples",
+    "wall_s",
+    "samples_per_s",
+    "ideal_samples_per_s",
+    "efficiency",
+    "final_loss",
+    "test_accuracy",
+    "plan_changes",
+    "recompiles_after_warmup",
+    "data_wait_share",
+}
+ROW = {"step", "epoch", "loss", "counts", "times", "step_time", "samples_per_s", "changed", "reason"}
+
+
+def summary(folder):
+    return json.loads((folder / "summary.json").read_text())
+
+
+def test_one_run_fills_its_folder(tmp_path, capsys):
+    assert train.main([*TINY, "--steps", "3", "--controller", "balanced", "--out", str(tmp_path)]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "config.json", "metrics.jsonl", "summary.json", "log.txt", "checkpoints", "run.png", "run.svg", "report.html",
+    }  # fmt: skip
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row.keys() >= ROW and sum(row["counts"]) == 64 for row in rows)
+    assert summary(tmp_path).keys() >= SUMMARY
+    assert (summary(tmp_path)["steps"], summary(tmp_path)["samples"], summary(tmp_path)["workers"]) == (3, 192, 2)
+    assert json.loads((tmp_path / "config.json").read_text())["width"] == 8
+    told = capsys.readouterr().out
+    assert "test accuracy" in told
+    assert str(tmp_path / "run.png") in told
+
+
+def test_without_a_method_equal_and_balanced_run_in_turn(tmp_path, capsys):
+    flags = [*TINY, "--steps", "4", "--speeds", "1,0.5", "--row-time", "0.05", "--out", str(tmp_path)]
+    assert train.main(flags) == 0
+    equal, balanced = (read_run(tmp_path / name) for name in ("equal", "balanced"))
+    np.testing.assert_allclose(equal.loss_S, balanced.loss_S, rtol=1e-5)
+    assert np.all(equal.counts_SxW == 32)
+    assert equal.ideal == balanced.ideal == pytest.approx(1.5 / 0.05e-3)
+    assert (tmp_path / "report.html").is_file()
+    assert "as fast, and the same training" in " ".join(capsys.readouterr().out.split())
+
+
+def losses(folder):
+    return read_run(folder).loss_S
+
+
+@pytest.fixture
+def whole(tmp_path):
+    """The losses of a run over two epochs that nobody interrupted."""
+    assert (
+        train.main(
+            [*TINY, "--batch-size", "500", "--epochs", "2", "--strategy", "equal", "--out", str(tmp_path / "whole")]
+        )
+        == 0
+    )
+    return losses(tmp_path / "whole")
+
+
+def test_a_run_that_was_stopped_goes_on_as_if_nothing_had_happened(tmp_path, whole, monkeypatch, capsys):
+    folder = tmp_path / "stopped"
+    tell = watch.Follow.__call__
+
+    def kill_in_step_2(self, record, state):
+        tell(self, record, state)
+        if record.step == 2 and isinstance(self.tracker, watch.Composite):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(watch.Follow, "__call__", kill_in_step_2)
+    flags = [*TINY, "--batch-size", "500", "--epochs", "2", "--strategy", "equal", "--out", str(folder)]
+    assert train.main(flags) == 130
+    monkeypatch.undo()
+    done = len(losses(folder))
+    assert 2 <= done < len(whole) == 6
+    assert f"--resume --out {folder}" in " ".join(capsys.readouterr().out.split())
+    assert train.main(["--resume", "--out", str(folder), "--devices", "3", "--strategy", "balanced"]) == 0
+    np.testing.assert_allclose(losses(folder), whole, rtol=1e-4)
+    run = read_run(folder)
+    assert run.samples_S[-1] == 2 * 1438
+    assert np.all(np.diff(run.seconds_S) > 0)
+    assert summary(folder)["steps"] == 6
+    assert train.main(["--resume", "--out", str(folder)]) == 0  # finished: nothing is done again
+    assert "finished already" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--sync", "daso"], "The sync 'daso' is planned but not built yet. Choose allreduce."),
+        (["--partition", "submodular"], "planned but not built yet"),
+        (["--strategy", "hogbatch"], "planned but not built yet"),
+        (["--controller", "oracle"], "true cost of every step"),
+        (["--controller", "nonsense"], "There is no controller 'nonsense'"),
+        (["--controller", "balanced", "--partition", "proportional"], "cuts the data into shards once an epoch"),
+        (["--strategy", "equal", "--every", "5"], "has no cadence of its own"),
+        (["--dataset", "mnist"], "There is no dataset 'mnist'"),
+        (["--dataset", "idx:/nowhere"], "There is no folder /nowhere"),
+        (["--dataset", "text"], "The mlp needs inputs with labels"),
+        (["--steps", "3", "--epochs", "1"], "give one of them"),
+        (["--steps", "0"], "--steps is 0"),
+        (["--speeds", "1,fast"], "--speeds is '1,fast'"),
+        (["--speeds", "1,0"], "must be positive"),
+        (["--speeds", "1,1", "--devices", "3"], "Speeds were given for 2 workers, but there are 3"),
+        (["--devices", "99"], "99 devices were asked for, but there are 8"),
+        (["--trace", "/nowhere.json"], "There is no trace file /nowhere.json"),
+        (["--capacity", "1"], "The workers can take"),
+        (["--norm", "batch"], "The mlp has no option 'norm'"),
+        (["--config", "nonsense"], "There is no experiment 'nonsense'"),
+        (["--resume"], "There is no run to resume"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_answered_by_a_sentence(flags, sentence, tmp_path, capsys):
+    assert train.main(["--model", "mlp", "--out", str(tmp_path / "run"), *flags]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert sentence in told
+    assert "Traceback" not in told
+
+
+def test_a_resumed_run_must_be_the_same_training(tmp_path, capsys):
+    assert train.main([*TINY, "--steps", "1", "--strategy", "equal", "--out", str(tmp_path)]) == 0
+    assert train.main(["--resume", "--out", str(tmp_path), "--learning-rate", "0.5"]) == 2
+    assert "was started with learning_rate=None and cannot go on with 0.5" in " ".join(capsys.readouterr().err.split())
+
+
+def test_help_fits_80_columns_and_offers_only_what_is_built(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        train.main(["--help"])
+    told = capsys.readouterr().out
+    assert "--strategy equal|static|balanced|dp|edp|dbs|proportional|lbbsp|lbb" in told
+    assert max(map(len, told.splitlines())) <= 80
+    assert not {"daso", "submodular", "hogbatch", "oracle"} & set(told.replace("|", " ").split())

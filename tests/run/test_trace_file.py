@@ -1,0 +1,45 @@
+"""Trace files: speeds by step, and errors that name the file and the place."""
+
+import json
+
+import numpy as np
+import pytest
+
+from hetjax.run.trace_file import read_trace
+
+
+def written(folder, content):
+    path = folder / "trace.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def test_changes_hold_from_their_step_on(tmp_path):
+    changes = [{"step": 10, "speeds": [1, 0.1]}, {"step": 20, "startup": [0.0, 0.5]}]
+    trace = read_trace(written(tmp_path, {"speeds": [1, 0.5], "startup": 0.01, "changes": changes}))
+    for step, speeds, startup in [
+        (0, [1, 0.5], [0.01, 0.01]),
+        (9, [1, 0.5], [0.01, 0.01]),
+        (10, [1, 0.1], [0.01, 0.01]),
+        (20, [1, 0.1], [0, 0.5]),
+        (999, [1, 0.1], [0, 0.5]),
+    ]:
+        np.testing.assert_array_equal(trace(step), (speeds, startup))
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("{", "is not JSON"),
+        ([1, 2], "is no trace"),
+        ({"speeds": [1, 0]}, "speeds: Simulated speeds must be positive"),
+        ({"speeds": ["fast"]}, "speeds: could not convert"),
+        ({"speeds": [1], "change": []}, "holds change"),
+        ({"speeds": [1], "changes": [{"speeds": [1]}]}, r"changes\[0\] is"),
+        ({"speeds": [1], "changes": [{"step": 5}, {"step": 5}]}, "steps must rise"),
+        ({"speeds": [1], "changes": [{"step": 5, "speeds": [1, 1]}]}, "another number of speeds"),
+    ],
+)
+def test_a_broken_trace_is_refused(content, sentence, tmp_path):
+    with pytest.raises(ValueError, match=f"trace.json.*{sentence}"):
+        read_trace(written(tmp_path, content))

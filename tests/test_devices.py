@@ -1,0 +1,34 @@
+"""Devices: fake ones are asked for before JAX starts, and never more than there are."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hetjax.devices import fake_devices, said_by_environment
+
+
+def test_what_the_environment_says(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=3 --xla_force_host_platform_device_count=5")
+    assert said_by_environment() == 5
+    monkeypatch.delenv("XLA_FLAGS")
+    assert said_by_environment() is None
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "6")
+    assert said_by_environment() == 6
+
+
+def test_no_more_devices_than_there_are():
+    assert len(fake_devices()) == 8
+    assert len(fake_devices(3)) == 3
+    with pytest.raises(ValueError, match="9 devices were asked for, but there are 8"):
+        fake_devices(9)
+    with pytest.raises(ValueError, match="at least 1"):
+        fake_devices(0)
+
+
+@pytest.mark.parametrize(("flags", "count", "found"), [("", "3", 3), ("", "", 4), ("2", "", 2)])
+def test_a_fresh_process_gets_what_it_asks_for(flags, count, found):
+    said = f"--xla_force_host_platform_device_count={flags}" if flags else ""
+    code = f"from hetjax.devices import fake_devices; assert len(fake_devices({count})) == {found}"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100, env={**os.environ, "XLA_FLAGS": said})

@@ -1,0 +1,43 @@
+"""Strategies: presets that exist, axes that override them, and combinations that are refused."""
+
+import pytest
+
+from hetjax.plan.controllers import REGISTRY
+from hetjax.strategies import CONTROLLERS, PRESETS, resolve
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_every_preset_makes_its_controller(name):
+    said, strategy = resolve(name)
+    assert said == name
+    assert strategy.make_controller().name == strategy.controller
+    assert strategy.idea
+
+
+def test_every_controller_but_the_oracle_can_be_asked_for():
+    assert set(CONTROLLERS) == set(REGISTRY) - {"oracle"}
+    assert {resolve(controller=name)[1].controller for name in CONTROLLERS} == set(CONTROLLERS)
+
+
+def test_an_axis_wins_over_the_preset():
+    name, strategy = resolve("dbs", partition="global", engine="masked", every=5, faithful=True)
+    assert (name, strategy.partition, strategy.engine) == ("dbs", "global", "masked")
+    assert strategy.options == {"every": 5, "faithful": True}
+    assert resolve("dbs", controller="dp")[1].controller == "dp"
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        ({"preset": "daso"}, "planned but not built"),
+        ({"preset": "best"}, "There is no strategy 'best'"),
+        ({"controller": "balanced", "partition": "proportional"}, "once an epoch"),
+        ({"controller": "dbs", "partition": "proportional", "every": 5}, "once an epoch"),
+        ({"controller": "balanced", "faithful": True}, "weighs all samples alike"),
+        ({"controller": "balanced", "every": 5}, "no cadence"),
+        ({"engine": "fast"}, "There is no engine 'fast'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(asked, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        resolve(**asked)

@@ -1,0 +1,42 @@
+"""Hooks: what a training loop tells becomes rows for trackers and progress on the screen."""
+
+import io
+
+import numpy as np
+import optax
+from rich.console import Console
+
+import hetjax
+from hetjax.watch import Follow, Progress
+
+
+class Notes:
+    def __init__(self):
+        self.rows = []
+
+    def log(self, step, row):
+        self.rows.append((step, row))
+
+
+def trained(*hooks, steps=3):
+    data = {"x": np.random.default_rng(0).normal(size=(20, 4)).astype(np.float32)}
+    loss = lambda params, batch, keys: (batch["x"] @ params["w"] - 1) ** 2
+    with hetjax.Trainer(loss, optax.sgd(0.1), batch_size=8, speeds=[1.0] * 8) as trainer:
+        return trainer.fit(trainer.init({"w": np.zeros(4, np.float32)}), data, steps=steps, hooks=hooks)
+
+
+def test_rows_count_on_from_what_was_done_before():
+    notes = Notes()
+    _, history = trained(Follow(notes, seconds=100.0))
+    assert [step for step, _ in notes.rows] == [1, 2, 3]
+    assert [row["samples"] for _, row in notes.rows] == [8, 16, 20]
+    assert [row["seconds"] for _, row in notes.rows] == [100.0 + record.seconds for record in history.records]
+
+
+def test_progress_is_one_line_of_code():
+    screen = io.StringIO()
+    trained(Progress("try", console=Console(file=screen, width=80)))
+    told = screen.getvalue()
+    assert "try  step 1/3  epoch 0  loss" in told
+    assert "efficiency" in told
+    assert "try: 3 steps" in told
