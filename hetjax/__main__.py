@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
@@ -36,7 +36,7 @@ def check(devices: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behav
     examine(devices, Console())
 
 
-COMMANDS = {"check": check, "report": report}
+COMMANDS: dict[str, Callable[..., Any]] = {"check": check, "report": report}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -95,12 +95,22 @@ def _distance(a: object, b: object, start: object) -> float:
     return float(np.linalg.norm(flat(a) - flat(b)) / np.linalg.norm(flat(b) - flat(start)))
 
 
+class _Said(logging.Handler):
+    """Log lines as plain lines of a console."""
+
+    def __init__(self, console: Console):
+        super().__init__(logging.INFO)
+        self.console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.console.print(record.getMessage(), soft_wrap=True, highlight=False)
+
+
 @contextmanager
 def _log_shown(console: Console) -> Iterator[None]:
     """What hetjax says about its engine and the ladder that fits into memory, on the console."""
-    log, before = logging.getLogger("hetjax"), logging.getLogger("hetjax").level
-    handler = logging.Handler()
-    handler.emit = lambda said: console.print(said.getMessage(), soft_wrap=True, highlight=False)  # type: ignore[method-assign]
+    log, handler = logging.getLogger("hetjax"), _Said(console)
+    before = log.level
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     try:
