@@ -12,9 +12,10 @@ Forgetting acts along theta: a worker may become faster or slower as a whole. Th
 per_work falls back to what was assumed in the beginning, mean and sd: a constant x says nothing about it (forgetting
 all of P would wind it up without bound), and what a drift has made of it must not be trusted for ever.
 
-Two tests stand beside the filter. Jump: a timing far outside the noise rescales its worker at once; the model before
-it is kept and comes back if the next timing fits it better. Change point: the sum of the last z over windows of 2 to 64
-steps; a likelihood ratio above 12 + ln N rescales the worker by the mean of that window.
+Two tests stand beside the filter, on (nearly) the logarithm of times, whose noise is not skew. Jump: a timing far
+outside the noise rescales its worker at once; the model before it is kept and comes back if the next timing fits it
+better. Change point: the sum of the last z over windows of 2 to 64 steps; a likelihood ratio above 12 + ln N rescales
+the worker by the mean of that window.
 
 Only float64 + - * / sqrt and comparisons are used, so that unlike hosts agree to the bit.
 """
@@ -138,7 +139,8 @@ class CostModel:
         ratio_W = t_W / time_W
         off_W = (ratio_W > 1.0 + JUMP_RATIO) | (ratio_W < 1.0 / (1.0 + JUMP_RATIO))
         # (r - 1) / sqrt r is close to ln r: noise on times is skew, that on their logarithms is not.
-        jump_W = on_W & off_W & (np.abs(ratio_W - 1.0) * time_W > JUMP_Z * sd_W * np.sqrt(ratio_W))
+        even_W = np.where(on_W, z_W / np.sqrt(ratio_W), 0.0)
+        jump_W = on_W & off_W & (np.abs(even_W) > JUMP_Z)
         learn_W = on_W & ~jump_W
         step_W = np.where(learn_W, np.clip(z_W, -CLIP, CLIP) / sd_W, 0.0)
         self.startup_W = self.startup_W + gain_s_W * step_W
@@ -154,7 +156,7 @@ class CostModel:
         same_W = np.abs(x_W - self.work_W) <= 0.02 * x_W
         self.steady_W = np.where(on_W, np.where(same_W, self.steady_W + 1, 0), self.steady_W)
         self.work_W = np.where(on_W, x_W, self.work_W)
-        mild_W = np.where(learn_W, np.clip(z_W, -CHANGE_CLIP, CHANGE_CLIP), 0.0)
+        mild_W = np.where(learn_W, np.clip(even_W, -CHANGE_CLIP, CHANGE_CLIP), 0.0)
         self._change_point(mild_W, sd_W / time_W, learn_W, jump_W)
 
     def _forget(self, on_W: np.ndarray, drift: float | np.ndarray = DRIFT) -> None:
@@ -257,7 +259,9 @@ class CostModel:
         if changed_W.any():
             # Soon after new counts it is the model that was wrong about them, not the world that has changed.
             self.shifted = bool(np.any(changed_W & (self.steady_W >= STEADY)))
-            self._rescale(changed_W, np.maximum(1.0 + shift_W * relative_W, 0.1), self.noise_W / np.sqrt(length_best_W))
+            log_W = shift_W * relative_W
+            ratio_W = 1.0 + log_W + 0.5 * log_W * log_W  # close to exp
+            self._rescale(changed_W, ratio_W, self.noise_W / np.sqrt(length_best_W))
             sums_2xSxW = np.where(changed_W, 0.0, sums_2xSxW)
             self.age_W = np.where(changed_W, 0, self.age_W)
         self.sums_2xSxW = sums_2xSxW
