@@ -2,7 +2,7 @@
 
     python experiments/bench_step.py [--quick] [--json FILE]
 
-work_tax       time of the auto engine at n rows / time of a plain jitted gradient at batch n: the geometric mean over 12
+work_tax       time of the auto engine at n rows / time of a plain jitted gradient at batch n: geometric mean over 12
                log-spaced n between capacity / 16 and capacity; masked and looped beside it
 even_overhead  a hetjax step with equal counts / a hand-written jitted data-parallel step, same model, same fake devices
 plan_us        the balanced controller's time per step (observe and plan) at 8 and at 1,024 workers
@@ -135,10 +135,10 @@ def in_turns(runs: dict[str, Callable[[], Any]], repeats: int, seconds: float) -
 
 def settle(engine: Engine, counts: np.ndarray) -> None:
     """As in training: while the counts stay the same, rungs join between steps as long as they promise to save work."""
-    quiet = 0
-    while quiet < 5:
-        quiet = 0 if engine.grow(counts) else quiet + 1
-        time.sleep(0.001)
+    for _ in range(500):
+        engine.grow(counts)
+        if engine._growing is not None:
+            engine._growing.result()
 
 
 def work_tax(name: str, quick: bool) -> tuple[float, dict[str, Any]]:
@@ -158,7 +158,9 @@ def work_tax(name: str, quick: bool) -> tuple[float, dict[str, Any]]:
         runs: dict[str, Callable[[], Any]] = {"plain": plain_gradient(made, int(n))}
         for engine_name, (engine, reduce) in engines.items():
             packed = engine.pack(Rows(made.data, 0), Step(0, 0, int(n)), counts, seed=0)
-            runs[engine_name] = lambda engine=engine, reduce=reduce, packed=packed: clocks.wait(engine.start(reduce, packed))
+            runs[engine_name] = lambda engine=engine, reduce=reduce, packed=packed: clocks.wait(
+                engine.start(reduce, packed)
+            )
         seconds = in_turns(runs, repeats=15 if quick else 41, seconds=0.5 if quick else 4.0)
         for engine_name in engines:
             ratios[engine_name].append(seconds[engine_name] / seconds["plain"])
@@ -199,7 +201,10 @@ def even_overhead(quick: bool) -> tuple[float, dict[str, Any]]:
     """Blocks of steps of both, in turns. The step by hand is what a good JAX user writes: shard_map, pmean, donation."""
     made, batch = case("mlp"), 2048
     rng = np.random.default_rng(1)
-    data = {"image": rng.random((8 * batch, 28, 28, 1), np.float32), "label": rng.integers(0, 10, 8 * batch).astype(np.int32)}
+    data = {
+        "image": rng.random((8 * batch, 28, 28, 1), np.float32),
+        "label": rng.integers(0, 10, 8 * batch).astype(np.int32),
+    }
     optimizer = optax.sgd(0.01, momentum=0.9)
     workers = Workers.of(None)
     steps = 8
@@ -319,7 +324,7 @@ def main(json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None, q
     overhead, details["even_overhead"] = even_overhead(quick)
     print(f"\neven_overhead {overhead:.3f}   [target <= 1.05]  {details['even_overhead']}")
     planning = {"8": plan_us(8), "1024": plan_us(1024)}
-    print(f"plan_us {({k: round(v) for k, v in planning.items()})}   [targets < 1,000 and < 10,000]")
+    print(f"plan_us { ({k: round(v) for k, v in planning.items()}) }   [targets < 1,000 and < 10,000]")
     compiled = recompiles()
     print(f"recompiles {compiled}   [target 0]\n{time.perf_counter() - began:.0f} s")
     if json_file is not None:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,6 +20,8 @@ from hetjax.history import History, Record
 from hetjax.plan import controllers
 from hetjax.plan.allocation import solve
 from hetjax.plan.controllers.protocol import Controller, Observation, Plan
+from hetjax.plan.limits import Limits
+from hetjax.plan.partition import ProportionalSampler
 from hetjax.plan.sampler import Sampler, Step
 from hetjax.run.calibrate import time_local_phases
 from hetjax.run.clocks import Clocks, Lap, no_hold
@@ -36,6 +39,8 @@ log = logging.getLogger("hetjax")
 Tree = Any
 Hook = Callable[[Record, State], None]  # may also have begin(history) and end(history), called around the steps
 
+AnySampler = Sampler | ProportionalSampler
+_SAMPLERS: dict[str, Callable[..., AnySampler]] = {"global": Sampler, "proportional": ProportionalSampler}
 _MARGIN_SHARE = 8  # rows are fetched ahead with a margin of an eighth of the batch around a process's slice
 
 
@@ -59,12 +64,11 @@ class _Session:
 
 @dataclass(frozen=True)
 class _Flight:
-    """A step on its way: what was planned, and with what work and clocks."""
+    """A step on its way: what was planned, and how much work that is."""
 
     step: Step
     plan: Plan
     work_W: np.ndarray
-    timed: bool
 
 
 class Trainer:
@@ -74,6 +78,7 @@ class Trainer:
     optimizer    any optax optimiser; clipping inside it sees the gradient of the whole global batch
     batch_size   samples per step over all workers, constant
     controller   a name ('balanced', 'equal', 'static', ...) or an object of the `Controller` protocol
+    partition    'global': any samples of the batch for any worker; 'proportional': shards, cut once an epoch
     engine       'auto', 'chunked', 'looped' or 'masked'; transport: 'auto', 'psum' or 'hub'
     devices      the workers; None for all that JAX sees
     speeds       None for real speeds; a list of relative speeds, or a `Simulation`, to simulate unlike workers
@@ -90,6 +95,7 @@ class Trainer:
         *,
         batch_size: int,
         controller: str | Controller = "balanced",
+        partition: str = "global",
         engine: str = "auto",
         transport: str = "auto",
         devices: Sequence[jax.Device] | None = None,
@@ -112,6 +118,8 @@ class Trainer:
             raise ValueError(
                 f"batch_size is the number of samples per step over all workers, at least 1; got {batch_size!r}."
             )
+        if partition not in _SAMPLERS:
+            raise ValueError(f"Unknown partition {partition!r}: use one of {', '.join(_SAMPLERS)}.")
         if on_nonfinite not in ("stop", "skip"):
             raise ValueError(f"on_nonfinite must be 'stop' or 'skip', got {on_nonfinite!r}.")
         if ema_decay is not None and not 0 <= ema_decay < 1:
@@ -120,12 +128,17 @@ class Trainer:
         self.batch_size, self.seed = int(batch_size), int(seed)
         self.controller: Controller = controllers.make(controller) if isinstance(controller, str) else controller
         self.workers = Workers.of(devices)
-        self.engine, self.transport = engine, transport
+        self.engine, self.transport, self.partition = engine, transport, partition
         self.quantum: int = quantum if quantum is not None else getattr(loss_fn, "quantum", 1)
         self.advance, self.ema_decay = advance or running_average(), ema_decay
         self.on_nonfinite, self.wait_limit = on_nonfinite, wait_limit
         self.simulation = self._simulation(speeds)
-        self._engine_options: dict[str, Any] = {"capacity": capacity, "max_rows": max_rows, "rungs": rungs, "complete": complete_ladder}
+        self._engine_options: dict[str, Any] = {
+            "capacity": capacity,
+            "max_rows": max_rows,
+            "rungs": rungs,
+            "complete": complete_ladder,
+        }
         self._sessions: dict[bool, _Session] = {}
         self._shares_W = np.ones(len(self.workers))
         self._stop = False
@@ -164,7 +177,7 @@ class Trainer:
         """
         source = _as_source(source)
         state = replace(state, step=int(state.step), cursor=int(state.cursor))  # a checkpoint may hold them as arrays
-        sampler = Sampler(len(source), self.batch_size, self.seed)
+        sampler = _SAMPLERS[self.partition](len(source), self.batch_size, self.seed)
         end = self._end(state.cursor, sampler, epochs, steps, stop_at)
         session = self._session(state, source, train=True)
         stateful = state.model_state is not None
@@ -179,7 +192,7 @@ class Trainer:
         )
         try:
             if self.simulation is not None and self.simulation.row_time is None:
-                self._calibrate(session, reduce, sampler, feed, state.cursor)
+                self._calibrate(session, reduce, source)
             history.last_step = state.step + (steps or sampler.steps_between(state.cursor, end))
             if self.simulation is not None:
                 history.ideal_samples_per_s = self.simulation.ideal()
@@ -253,7 +266,7 @@ class Trainer:
         self,
         session: _Session,
         reduce: Reduce,
-        sampler: Sampler,
+        sampler: AnySampler,
         feed: Feed,
         state: State,
         end: int,
@@ -271,8 +284,8 @@ class Trainer:
         flight, packed = self._plan(session, sampler, feed, cursor, end, train)
         while True:
             if train:
-                disturbed = engine.grow(flight.plan.counts_W)
-                flight = _Flight(flight.step, flight.plan, flight.work_W, timed=not disturbed)
+                engine.grow(flight.plan.counts_W)
+            disturbed = engine.compiling
             if self.simulation is not None:
                 self.simulation.step = state.step
             futures = engine.start(reduce, packed)
@@ -289,7 +302,8 @@ class Trainer:
                     following, packed = self._plan(session, sampler, feed, cursor, end, train)
             finally:
                 laps = session.clocks.wait(futures)
-            reduce.step(laps, self._slots(flight, laps))
+            timed = not (disturbed or engine.compiling)
+            reduce.step(laps, self._slots(flight.plan, laps, timed))
             flying, state = flight, State(*state.core, step=state.step + 1, cursor=cursor)
             if not more:
                 break
@@ -297,23 +311,29 @@ class Trainer:
         yield flying, self._learn(flying, reduce, train, state.step - 1)
 
     def _plan(
-        self, session: _Session, sampler: Sampler, feed: Feed, cursor: int, end: int, train: bool
+        self, session: _Session, sampler: AnySampler, feed: Feed, cursor: int, end: int, train: bool
     ) -> tuple[_Flight, Any]:
         """Counts for the step at the cursor, and its rows laid out; the rows of the step after it are sent for."""
-        step, limits = sampler.step(cursor), session.engine.limits()
-        if limits.minimum_W.sum() > step.batch:  # a short last step may be too small for all
-            limits = replace(limits, minimum_W=np.zeros_like(limits.minimum_W))
-        if train:
-            plan = self.controller.plan(step.batch, limits, step.epoch)
-            self._shares_W = np.maximum(plan.counts_W, 1e-3)
-        else:
-            plan = Plan(solve(np.zeros(limits.workers), 1 / self._shares_W, limits, step.batch).counts_W)
+        limits = session.engine.limits()
+        decide = partial(self._decide if train else self._split_like_training, limits)
+        step, plan = sampler.next(cursor, decide)
         rows = Rows(*feed.take(step.epoch, *self._span(plan, step)))
         packed = session.engine.pack(rows, step, plan.counts_W, self.seed)
-        if cursor + step.batch < end:
-            following = sampler.step(cursor + step.batch)
+        following = sampler.ahead(cursor + step.batch) if cursor + step.batch < end else None
+        if following is not None:
             feed.prepare(following.epoch, *self._span(plan, following, margin=self.batch_size // _MARGIN_SHARE))
-        return _Flight(step, plan, limits.work(plan.counts_W), timed=True), packed
+        return _Flight(step, plan, limits.work(plan.counts_W)), packed
+
+    def _decide(self, limits: Limits, batch: int, epoch: int) -> Plan:
+        if limits.minimum_W.sum() > batch:  # a short last step may be too small for all
+            limits = replace(limits, minimum_W=np.zeros_like(limits.minimum_W))
+        plan = self.controller.plan(batch, limits, epoch)
+        self._shares_W = np.maximum(plan.counts_W, 1e-3)
+        return plan
+
+    def _split_like_training(self, limits: Limits, batch: int, epoch: int) -> Plan:
+        free = replace(limits, minimum_W=np.zeros_like(limits.minimum_W))
+        return Plan(solve(np.zeros(limits.workers), 1 / self._shares_W, free, batch).counts_W)
 
     def _span(self, plan: Plan, step: Step, margin: int = 0) -> tuple[int, int]:
         """Positions of an epoch that this process computes under a plan, with a margin, within the step."""
@@ -339,11 +359,10 @@ class Trainer:
             )
         return report
 
-    def _slots(self, flight: _Flight, laps: Sequence[Lap]) -> list[list[float]]:
-        plan = flight.plan
+    def _slots(self, plan: Plan, laps: Sequence[Lap], timed: bool) -> list[list[float]]:
         return [
             own_slots(
-                lap.seconds if flight.timed and plan.counts_W[i] > 0 else None,
+                lap.seconds if timed and plan.counts_W[i] > 0 else None,
                 lap.rows,
                 plan.checksum,
                 self._stop,
@@ -354,7 +373,7 @@ class Trainer:
 
     # -- setting up --
 
-    def _end(self, cursor: int, sampler: Sampler, epochs: int | None, steps: int | None, stop_at: int | None) -> int:
+    def _end(self, cursor: int, sampler: AnySampler, epochs: int | None, steps: int | None, stop_at: int | None) -> int:
         given = {name: n for name, n in {"epochs": epochs, "steps": steps, "stop_at": stop_at}.items() if n is not None}
         if len(given) != 1 or next(iter(given.values())) < 1:
             raise ValueError(
@@ -410,12 +429,14 @@ class Trainer:
         self._sessions[train] = _Session(key, engine, clocks, layout)
         return self._sessions[train]
 
-    def _calibrate(self, session: _Session, reduce: Reduce, sampler: Sampler, feed: Feed, cursor: int) -> None:
+    def _calibrate(self, session: _Session, reduce: Reduce, source: Source) -> None:
         """Fix the simulated row time from equal phases of all workers at once."""
         assert self.simulation is not None
-        step, limits = sampler.step(cursor), session.engine.limits()
+        sampler = Sampler(len(source), self.batch_size, shuffle=False)
+        feed, limits, step = Feed(source, sampler), session.engine.limits(), sampler.step(0)
         counts_W = solve(np.zeros(limits.workers), np.ones(limits.workers), limits, step.batch).counts_W
         packed = session.engine.pack(Rows(*feed.take(step.epoch, step.start, step.stop)), step, counts_W, self.seed)
+        feed.close()
         self.simulation.calibrate(*time_local_phases(session.engine, session.clocks, reduce, packed))
 
     def _ideal_seconds(self, flight: _Flight) -> float:

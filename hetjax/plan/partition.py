@@ -8,9 +8,12 @@ shard, and all workers finish the epoch in the same number of steps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+
+from hetjax.plan.controllers.protocol import Plan
+from hetjax.plan.sampler import Decide, Sampler, Step
 
 
 @dataclass(frozen=True)
@@ -58,3 +61,53 @@ def proportional_shards(order_D: np.ndarray, share_W: np.ndarray, batch: int) ->
     sizes_W[np.argsort(-(ideal_W - sizes_W), kind="stable")[:missing]] += 1
     start_W1 = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes_W)])
     return Shards(order_D, start_W1, max(-(-len(order_D) // batch), 1))
+
+
+class ProportionalSampler:
+    """A sampler whose workers read shards of their own: the partition `proportional`.
+
+    The plan of an epoch's first step sets the shares for the whole epoch. Positions of the epoch's order run through
+    the steps, and within a step through the workers, so that everything else works as with the global order. An epoch
+    has as many steps as there, of even size instead of a short last one.
+    """
+
+    def __init__(self, size: int, batch: int, seed: int = 0):
+        self.order = Sampler(size, batch, seed)
+        self.size, self.batch = size, batch
+        self._epoch = -1
+
+    def next(self, cursor: int, decide: Decide) -> tuple[Step, Plan]:
+        """The step at the cursor, and the counts that the epoch's shards give it."""
+        epoch, start = divmod(cursor, self.size)
+        if epoch != self._epoch:
+            self._cut(epoch, decide(self.batch, epoch))
+        k = int(np.searchsorted(self._starts_S, start))
+        if k == len(self._starts_S) or self._starts_S[k] != start:
+            raise ValueError(
+                f"Position {start} of epoch {epoch} is inside a step of the present shards: the shares have changed "
+                "since the run was stopped. Resume from the end of an epoch, or use partition='global'."
+            )
+        counts_W = self._shards.counts(k)
+        step = Step(epoch, start, start + int(counts_W.sum()))
+        return step, replace(self._plan, counts_W=counts_W, changed=self._plan.changed and k == 0)
+
+    def _cut(self, epoch: int, plan: Plan) -> None:
+        order_D = self.order.indices(epoch, 0, self.size)
+        shards = proportional_shards(order_D, plan.counts_W, self.batch)
+        batches = [shards.batch(i, k) for k in range(shards.steps) for i in range(len(plan.counts_W))]
+        sizes_S = [int(shards.counts(k).sum()) for k in range(shards.steps)]
+        self._epoch, self._plan, self._shards = epoch, plan, shards
+        self._arranged_D, self._starts_S = np.concatenate(batches), np.cumsum([0, *sizes_S])[:-1]
+
+    def ahead(self, cursor: int) -> Step | None:
+        """The step at a cursor that has not been planned, if it can be known: within the epoch that was cut last."""
+        epoch, start = divmod(cursor, self.size)
+        following = self._starts_S[self._starts_S > start]
+        return Step(epoch, start, int(min([*following, self.size]))) if epoch == self._epoch else None
+
+    def steps_between(self, cursor: int, end: int) -> int:
+        return self.order.steps_between(cursor, end)
+
+    def indices(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        """The samples at positions start .. stop-1 of the epoch that was cut last."""
+        return self._arranged_D[start:stop]

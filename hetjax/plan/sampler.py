@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+
+from hetjax.plan.controllers.protocol import Plan
+
+Decide = Callable[[int, int], Plan]  # (batch, epoch) -> the controller's plan
 
 _ROUNDS = 6
 
@@ -78,6 +83,15 @@ class Sampler:
     def step(self, cursor: int) -> Step:
         epoch, start = divmod(cursor, self.size)
         return Step(epoch, start, min(start + self.batch, self.size))
+
+    def next(self, cursor: int, decide: Decide) -> tuple[Step, Plan]:
+        """The step at the cursor and its plan: any samples of the global batch for any worker."""
+        step = self.step(cursor)
+        return step, decide(step.batch, step.epoch)
+
+    def ahead(self, cursor: int) -> Step | None:
+        """The step at a cursor that has not been planned yet."""
+        return self.step(cursor)
 
     def steps_per_epoch(self) -> int:
         return -(-self.size // self.batch)

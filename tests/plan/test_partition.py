@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetjax.plan.partition import proportional_shards
+from hetjax.plan.controllers.protocol import Plan
+from hetjax.plan.partition import ProportionalSampler, proportional_shards
 
 
 @given(
@@ -43,3 +46,44 @@ def test_shards_follow_new_shares_in_the_next_epoch():
 def test_bad_shares_are_explained(shares):
     with pytest.raises(ValueError, match="zero or more, not all zero"):
         proportional_shards(np.arange(4), np.array(shares), 2)
+
+
+@given(
+    size=st.integers(1, 300),
+    batch=st.integers(1, 60),
+    shares=st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any),
+    seed=st.integers(0, 9),
+)
+def test_a_sampler_of_shards_reads_every_sample_once_and_each_worker_only_its_own(size, batch, shares, seed):
+    sampler = ProportionalSampler(size, batch, seed)
+    cursor, own = 0, [set() for _ in shares]
+    seen, asked = [], []
+
+    def decide(wanted, epoch):
+        asked.append((wanted, epoch))
+        return Plan(np.array(shares, np.int64))
+
+    while cursor < size:
+        expected = sampler.ahead(cursor) if asked else None
+        step, plan = sampler.next(cursor, decide)
+        assert expected is None or expected == step
+        assert plan.counts_W.sum() == step.batch <= batch + len(shares)
+        rows = sampler.indices(step.epoch, step.start, step.stop)
+        for worker, (lo, hi) in enumerate(pairwise(plan.bounds_W1)):
+            own[worker].update(rows[lo:hi].tolist())
+        seen.append(rows)
+        cursor += step.batch
+    assert asked == [(batch, 0)]  # one decision an epoch
+    assert len(seen) == -(-size // batch)
+    assert np.array_equal(np.sort(np.concatenate(seen)), np.arange(size))
+    assert sum(map(len, own)) == size  # shards are disjoint
+    ideal = size * np.array(shares) / sum(shares)
+    assert (abs(np.array(list(map(len, own))) - ideal) < 1).all()
+    later, _ = sampler.next(size, decide)
+    assert (later.epoch, later.start, len(asked)) == (1, 0, 2)
+
+
+def test_going_on_inside_a_step_of_other_shards_is_refused():
+    sampler = ProportionalSampler(100, 30)
+    with pytest.raises(ValueError, match="Resume from the end of an epoch"):
+        sampler.next(31, lambda batch, epoch: Plan(np.array([1, 2])))

@@ -1,5 +1,7 @@
 """The sampler: every sample exactly once per epoch, whatever the plans, and one integer to go on from."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -53,7 +55,7 @@ def test_exactly_once_for_any_plan_and_the_short_last_step(size, batch, seed, cu
         step = sampler.step(cursor)
         assert 1 <= step.batch <= batch
         bounds = np.unique([0, *(int(c * step.batch) for c in cuts), step.batch])
-        for lo, hi in zip(bounds[:-1], bounds[1:], strict=True):  # any split of the step among workers
+        for lo, hi in pairwise(bounds):  # any split of the step among workers
             seen.append(sampler.indices(step.epoch, step.start + lo, step.start + hi))
         cursor, steps = cursor + step.batch, steps + 1
     assert cursor == 2 * size

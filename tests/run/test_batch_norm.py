@@ -77,7 +77,7 @@ def test_groups_give_the_same_training_for_any_split(engine, transport):
         model.loss_fn, optimizer, batch_size=BATCH, controller=RandomPlans(3), engine=engine, transport=transport,
         devices=jax.devices()[:3], capacity=BATCH,
     ) as trainer:  # fmt: skip
-        state, history = trainer.fit(trainer.init(model.params, model.model_state), DATA, steps=4)
+        state, _ = trainer.fit(trainer.init(model.params, model.model_state), DATA, steps=4)
     assert distance(plain(state.params), expected) <= 1e-5
     running = plain(state.model_state)["norm"]
     np.testing.assert_allclose(running["mean"], mean, rtol=1e-4, atol=1e-5)

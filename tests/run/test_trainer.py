@@ -120,6 +120,19 @@ def test_epochs_cover_every_sample_exactly_once():
     assert [record.epoch for record in history.records] == [0] * 4 + [1] * 4
 
 
+def test_with_shards_every_worker_reads_its_own_and_every_sample_is_read_once():
+    made = problem("mlp", samples=101)
+    source = Remembering(made.data)
+    with trainer_for(made, partition="proportional", controller="dbs", devices=jax.devices()[:3]) as trainer:
+        state, history = trainer.fit(trainer.init(made.params), source, epochs=2)
+    assert np.bincount(source.fetched, minlength=101).tolist() == [3] + [2] * 100  # one more look, for its shape
+    assert state.cursor == 202
+    assert len(history.records) == 2 * -(-101 // BATCH)
+    for epoch in (0, 1):  # counts of a worker differ by one at most within an epoch
+        counts = np.array([record.counts_W for record in history.records if record.epoch == epoch])
+        assert (np.ptp(counts, axis=0) <= 1).all()
+
+
 def test_the_callers_state_stays_alive():
     made = problem("mlp")
     with trainer_for(made) as trainer:
@@ -160,9 +173,11 @@ def test_a_nan_is_named_and_leaves_the_parameters_alone(transport):
     made = problem("mlp", samples=48)
     order = Sampler(48, BATCH, 0).indices(0, 0, 48)
     made.data["image"][order[30]] = np.nan  # position 30 lies in step 2, in the slice of worker 0 of 2
-    with trainer_for(made, transport=transport) as trainer:
-        with pytest.raises(NonFiniteError, match="Step 2: the loss or gradient of worker 0"):
-            trainer.fit(trainer.init(made.params), made.data, steps=2)
+    with (
+        trainer_for(made, transport=transport) as trainer,
+        pytest.raises(NonFiniteError, match="Step 2: the loss or gradient of worker 0"),
+    ):
+        trainer.fit(trainer.init(made.params), made.data, steps=2)
     with trainer_for(made, transport=transport, on_nonfinite="skip") as trainer:
         one, _ = trainer.fit(trainer.init(made.params), made.data, steps=1)
         two, history = trainer.fit(trainer.init(made.params), made.data, steps=2)
@@ -222,6 +237,7 @@ def test_padding_is_charged_and_masked_shows_no_gain():
         ({"batch_size": 0}, "batch_size is the number of samples per step"),
         ({"engine": "fast"}, "Unknown engine 'fast'"),
         ({"transport": "pigeon"}, "Unknown transport 'pigeon'"),
+        ({"partition": "random"}, "Unknown partition 'random'"),
         ({"controller": "best"}, "controller 'best'"),
         ({"speeds": [1, 1, 1]}, "Speeds were given for 3 workers, but there are 2"),
         ({"speeds": [1, 0]}, "must be positive"),
@@ -235,9 +251,8 @@ def test_padding_is_charged_and_masked_shows_no_gain():
 )
 def test_bad_input_gets_a_sentence(options, words):
     made = problem("mlp")
-    with pytest.raises(ValueError, match=words):
-        with trainer_for(made, **options) as trainer:
-            trainer.fit(trainer.init(made.params), made.data, steps=1)
+    with pytest.raises(ValueError, match=words), trainer_for(made, **options) as trainer:
+        trainer.fit(trainer.init(made.params), made.data, steps=1)
 
 
 def test_bad_calls_get_a_sentence():

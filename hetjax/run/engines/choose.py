@@ -75,7 +75,7 @@ def make_engine(
     if smallest * len(workers) < batch:
         raise ValueError(
             f"The {name} engine has one buffer size for all workers, the smallest capacity: {smallest} x "
-            f"{len(workers)} workers is less than batch_size {batch}. Raise the smallest capacity or use engine='chunked'."
+            f"{len(workers)} workers is less than batch_size {batch}. Raise the smallest capacity, or use 'chunked'."
         )
     if name == "masked":
         return Masked(program, workers, clocks, capacity=smallest, quantum=quantum)

@@ -43,6 +43,7 @@ class Chunk:
 
 class Chunked:
     name = "chunked"
+    compiling = False  # a compile takes the CPU from CPU workers: their times then say nothing
 
     def __init__(
         self,
@@ -125,14 +126,13 @@ class Chunked:
     def rows_of(self, worker: int, count: int) -> int:
         return self._stairs[self._group_W[worker]].rows(count)
 
-    def grow(self, counts_W: np.ndarray) -> bool:
+    def grow(self, counts_W: np.ndarray) -> None:
         """Between steps: take a rung that has been compiled into use, or look for the next one worth having.
 
-        Looking and compiling happen in the background, once the counts have settled. Returns whether that is under way:
-        it takes the CPU from CPU workers, so such a step is not timed.
+        Looking and compiling happen in the background, once the counts have settled.
         """
         if self._growing is not None and self._growing.done():
-            found, self._growing = self._growing.result(), None
+            found, self._growing, self.compiling = self._growing.result(), None, False
             if found is not None:
                 ladder, rung, programs = found
                 ladder.add(rung, programs)
@@ -141,15 +141,15 @@ class Chunked:
         if self._growing is None:
             self._settled = self._settled + 1 if np.array_equal(counts_W, self._counts_W) else 0
             self._counts_W = counts_W
-            if self._settled == _SETTLED:
+            if self._settled == _SETTLED and any(len(x.prices) < len(x.wanted) for x in self.ladders.values()):
                 self._growing = self._background.submit(self._next_rung, counts_W)
-        return self._growing is not None
 
     def _next_rung(self, counts_W: np.ndarray) -> tuple[Ladder, int, Any] | None:
         for kind, ladder in self.ladders.items():
             mine = [i for i, group in enumerate(self._group_W) if group[0] == kind]
             rung = ladder.next_rung([int(counts_W[i]) for i in mine], [int(self.max_rows_W[i]) for i in mine])
             if rung is not None:
+                self.compiling = any(device.platform == "cpu" for device in self.devices)
                 return ladder, rung, ladder.compile(rung)
         return None
 

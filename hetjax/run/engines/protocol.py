@@ -80,6 +80,7 @@ class Engine(Protocol):
 
     name: str
     workers: Workers
+    compiling: bool  # a compile in the background disturbs the timings
 
     def limits(self) -> Limits:
         """What plans must respect now: capacities, quantum, and the price staircase of each kind."""
@@ -97,8 +98,8 @@ class Engine(Protocol):
         """Start the local phase of this process's workers."""
         ...
 
-    def grow(self, counts_W: np.ndarray) -> bool:
-        """Between steps: improve the ladder for these counts; whether a compile disturbs the next step's timings."""
+    def grow(self, counts_W: np.ndarray) -> None:
+        """Between steps: improve the ladder for these counts, in the background."""
         ...
 
     def close(self) -> None:

@@ -40,6 +40,7 @@ class Spmd:
     """What masked and looped share: the buffer, the program over the mesh, and a waiter per worker."""
 
     name: str
+    compiling = False
 
     def __init__(self, program: Program, workers: Workers, clocks: Clocks, *, capacity: int, buffer: int, quantum: int):
         self.program, self.workers, self.clocks = program, workers, clocks
@@ -105,8 +106,8 @@ class Spmd:
         own = enumerate(zip(rows_of, self.workers.copies(parts), strict=True))
         return self.clocks.start([partial(self.clocks.lap, k, n, began, sums) for k, (n, sums) in own])
 
-    def grow(self, counts_W: np.ndarray) -> bool:
-        return False  # one program for all counts
+    def grow(self, counts_W: np.ndarray) -> None:
+        """One program serves all counts."""
 
     def close(self) -> None:
         """Nothing to end."""
