@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hetjax.run.simulate import Simulation
     from hetjax.run.update import State, running_average
     from hetjax.trainer import NonFiniteError, Trainer
+    from hetjax.watch.hooks import Progress
 
 # Loaded when first used, so that planning (hetjax.plan) never pulls JAX in.
 _HOME = {
@@ -24,6 +25,7 @@ _HOME = {
     "History": "hetjax.history",
     "LinenBatchNorm": "hetjax.run.norm",
     "NonFiniteError": "hetjax.trainer",
+    "Progress": "hetjax.watch.hooks",
     "Record": "hetjax.history",
     "Simulation": "hetjax.run.simulate",
     "State": "hetjax.run.update",
@@ -43,6 +45,7 @@ __all__ = [
     "History",
     "LinenBatchNorm",
     "NonFiniteError",
+    "Progress",
     "Record",
     "Simulation",
     "State",

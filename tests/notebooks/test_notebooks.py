@@ -1,0 +1,40 @@
+"""The notebooks run from top to bottom, open in Colab, and keep small outputs."""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).parents[2] / "colab"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+
+
+def test_there_are_three():
+    assert [path.name for path in NOTEBOOKS] == [
+        "01_quickstart.ipynb",
+        "02_your_own_model.ipynb",
+        "03_how_it_works.ipynb",
+    ]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_a_notebook_is_ready_for_readers(path):
+    notebook = nbformat.read(path, as_version=4)
+    assert (
+        f"https://colab.research.google.com/github/hetjax/hetjax/blob/main/colab/{path.name}"
+        in notebook.cells[0].source
+    )
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert "fake_devices(4)" in code[0].source
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    assert not [out for cell in code for out in cell.outputs if out.output_type == "error"]
+    assert path.stat().st_size < 300_000
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_a_notebook_runs(path, tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")  # the notebook asks for its devices itself
+    notebook = nbformat.read(path, as_version=4)
+    place = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=200, kernel_name="python3", resources=place).execute()

@@ -1,0 +1,105 @@
+"""Every command and every piece of code in README.md is run, shortened where it would train for long."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import train
+import train_config
+
+from hetjax.__main__ import main as hetjax_main
+from hetjax.strategies import PRESETS
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMANDS = [
+    command.strip()
+    for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    for line in block.splitlines()
+    for command in line.split("&&")
+]
+TRAIN = [shlex.split(c)[2:] for c in COMMANDS if c.startswith("python experiments/train.py ")]
+SHORT = ["--steps", "1", "--batch-size", "32", "--model", "mlp", "--out", "runs/digits-cnn"]
+
+
+def run(*command, cwd, flags=""):
+    env = {**os.environ, "XLA_FLAGS": f"--xla_backend_optimization_level=0 {flags}"}
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=200, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_the_default_run_and_what_follows_it(tmp_path, monkeypatch, capsys):
+    assert "python experiments/train.py" in COMMANDS
+    code, told = run(sys.executable, ROOT / "experiments" / "train.py", *SHORT, cwd=tmp_path)
+    assert code == 0, told
+    assert "test accuracy" in told
+    metrics = (tmp_path / "runs" / "digits-cnn" / "balanced" / "metrics.jsonl").read_text()
+    assert '"counts": [8, 8, 8, 8]' in metrics  # four fake devices, none of which was asked for
+    monkeypatch.chdir(tmp_path)
+    assert ["--resume"] in TRAIN
+    assert train.main(["--resume"]) == 0
+    (report,) = [shlex.split(c) for c in COMMANDS if c.startswith("python -m hetjax report")]
+    assert hetjax_main(report[3:]) == 0
+    assert (tmp_path / "runs" / "digits-cnn" / "report.html").is_file()
+
+
+def test_eight_devices_by_xla_flags(tmp_path):
+    (command,) = [shlex.split(c) for c in COMMANDS if "XLA_FLAGS" in c]
+    flags = command[0].removeprefix("XLA_FLAGS=")
+    code, told = run(sys.executable, ROOT / command[2], *SHORT, "--strategy", "equal", cwd=tmp_path, flags=flags)
+    assert code == 0, told
+    assert '"counts": [4, 4, 4, 4, 4, 4, 4, 4]' in (tmp_path / "runs" / "digits-cnn" / "metrics.jsonl").read_text()
+
+
+def test_the_other_commands(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for flags in TRAIN:
+        if flags == ["--help"]:
+            with pytest.raises(SystemExit):
+                train.main(flags)
+        elif flags[0] == "--config":  # one step of each is taken in tests/experiments/test_configs.py
+            assert flags[1] in train_config.names()
+        elif flags[0] == "--strategy":
+            assert flags[2] == "--epochs"
+            assert train.main([*flags[:2], *SHORT]) == 0
+        else:
+            assert flags == ["--resume"]
+    assert "python -m hetjax check" in COMMANDS  # run in tests/watch/test_commands.py
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("pip")])
+def test_the_package_can_be_installed(command):
+    code, told = run(sys.executable, "-m", *shlex.split(command), "--dry-run", "--no-deps", cwd=ROOT)
+    if code and "No matching distribution found for setuptools" in told:
+        pytest.skip("no package index within reach")
+    assert code == 0, told
+    assert "does not provide the extra" not in told
+
+
+def test_pytest_finds_this_test():
+    assert "pytest" in COMMANDS
+    code, told = run(sys.executable, "-m", "pytest", "--collect-only", Path(__file__), cwd=ROOT)
+    assert code == 0
+    assert "test_readme.py" in told
+
+
+def test_the_library_example_runs(capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len([line for line in code.splitlines() if line.strip()]) <= 10
+    exec(compile(code, "README.md", "exec"), {})
+    assert "'samples_per_s'" in capsys.readouterr().out
+
+
+def test_the_table_names_the_strategies_that_there_are():
+    rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (\w+) \| (.*) \|$", README, re.MULTILINE)
+    assert rows == [(name, s.controller, s.partition, s.idea) for name, s in PRESETS.items()]
+
+
+def test_what_it_shows_is_there():
+    for path in re.findall(r"\]\(([^)#:]+)\)", README):
+        assert (ROOT / path).is_file(), path
+    assert (ROOT / "docs" / "balanced.png").stat().st_size < 200_000
