@@ -198,7 +198,7 @@ class Halves:
 
 
 def even_overhead(quick: bool) -> tuple[float, dict[str, Any]]:
-    """Blocks of steps of both, in turns. The step by hand is what a good JAX user writes: shard_map, pmean, donation."""
+    """Blocks of steps in turns. The step by hand is what a good JAX user writes: shard_map, pmean, donation."""
     made, batch = case("mlp"), 2048
     rng = np.random.default_rng(1)
     data = {

@@ -63,7 +63,7 @@ class Staircase:
         return sum(self.chunks(count))
 
 
-def geometric_rungs(top: int, quantum: int = 1, ratio: float = 1.15, span: int = 32) -> list[int]:
+def geometric_rungs(top: int, quantum: int = 1, ratio: float = 1.15, span: int = 64) -> list[int]:
     """Rungs from `top` down to top / span, each about `ratio` below the next, multiples of the quantum.
 
     At a ratio of 1.15 a count between two rungs wastes at most an eighth of its rows, half of that on average. Larger

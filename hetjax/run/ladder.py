@@ -20,7 +20,8 @@ Arguments = Callable[[int, jax.Device | None], tuple]  # (rows, device) -> argum
 
 _ROUNDS, _BUDGET = 9, 0.15  # time every rung so often, or until it has taken so many seconds per rung (at least thrice)
 _JOINT = 0  # stands for the adding, among the rungs that are timed
-_CHUNK_COST_IN_ROWS = 1.0  # where rows are the price, one more chunk is still not quite free
+_CHUNK_COST_IN_ROWS = 0.25  # where rows are the price, one more chunk is still not quite free
+_AROUND = (0.9, 0.95, 1.0, 1.05, 1.1)  # where a further rung is judged, in counts
 _WORTH_COMPILING = 0.01  # a further rung has to save one per cent of the work
 
 
@@ -139,20 +140,37 @@ class Ladder:
         return Staircase.from_prices(fits, [prices[rung] for rung in fits], capacity, self.joint)
 
     def next_rung(self, counts: Sequence[int], max_rows: Sequence[int]) -> int | None:
-        """The missing rung that promises to save most at these counts, at interpolated prices; None if none does."""
-        have = sorted(self.prices)
-        limits = {limit: [n for n, m in zip(counts, max_rows, strict=True) if m == limit] for limit in set(max_rows)}
+        """The missing rung that promises to save most, at interpolated prices; None if none does.
 
-        def cost(prices: dict[int, float]) -> float:
-            stairs = {limit: self.staircase(limit, max(mine), prices) for limit, mine in limits.items()}
-            return sum(float(stairs[limit].price_N[n]) for limit, mine in limits.items() for n in mine)
+        Judged around the present counts, not only at them: plans avoid counts that waste rows, so a coarse ladder
+        shows no waste where it is, but keeps the plan from better counts nearby.
+        """
+        places: dict[int, list[int]] = {limit: [] for limit in max_rows}
+        for count, limit in zip(counts, max_rows, strict=True):
+            places[limit].extend({round(count * factor) for factor in _AROUND} - {0})
+        places = {limit: counts for limit, counts in places.items() if counts}
+
+        def cost(prices: dict[int, float]) -> np.ndarray:
+            stairs = [self.staircase(limit, max(counts), prices).price_N[counts] for limit, counts in places.items()]
+            return np.concatenate(stairs)
 
         now, best, chosen = cost(self.prices), 1 - _WORTH_COMPILING, None
-        for rung in sorted(set(self.wanted) - set(have)):
-            guess = float(np.interp(rung, have, [self.prices[r] for r in have]))
-            if (share := cost({**self.prices, rung: guess}) / now) < best:
+        for rung in sorted(set(self.wanted) - set(self.prices)):
+            guess = self._guess(rung)
+            share = float(np.mean(cost({**self.prices, rung: guess}) / now))
+            if share < best:
                 best, chosen = share, rung
         return chosen
+
+    def _guess(self, rung: int) -> float:
+        """The price of a rung not compiled yet: on the line between its neighbours, or below all of them on the line
+        of the two smallest, but not cheaper by the row than the smallest."""
+        have = sorted(self.prices)
+        price = [self.prices[r] for r in have]
+        if rung >= have[0] or len(have) == 1:
+            return float(np.interp(rung, have, price)) if rung >= have[0] else price[0]
+        slope = (price[1] - price[0]) / (have[1] - have[0])
+        return max(price[0] - slope * (have[0] - rung), price[0] * rung / have[0])
 
 
 def _nearest(rungs: Sequence[int], size: float) -> int:

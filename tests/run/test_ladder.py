@@ -149,7 +149,7 @@ def test_a_rung_joins_when_it_pays_at_the_present_counts(monkeypatch):
     assert len(ladder.programs) == 3
     counts = np.array([44, 56])
     before = engine.limits().work(counts)
-    for _ in range(60):  # steps with settled counts
+    for _ in range(150):  # steps with settled counts
         engine.grow(counts)
         if engine._growing is not None:
             engine._growing.result(timeout=60)

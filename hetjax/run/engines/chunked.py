@@ -31,7 +31,7 @@ from hetjax.run.workers import Workers, device_kind
 
 Tree = Any
 
-_SETTLED = 3  # steps without a change of counts before the ladder grows for them
+_SETTLED = 8  # steps without a change of counts before the ladder grows for them; timed, so that plans can change
 
 
 @dataclass(frozen=True)
@@ -108,20 +108,21 @@ class Chunked:
     # -- prices and growth --
 
     def _survey(self) -> None:
-        """Build the staircase of every group of like workers from the present prices."""
+        """Build the staircase of every group of like workers, and the limits of plans, from the present prices."""
         workers = zip(self.workers.devices, self.max_rows_W, self.capacity_W, strict=True)
         self._group_W = [(device_kind(device), int(rows), int(capacity)) for device, rows, capacity in workers]
         self._stairs = {g: self.ladders[g[0]].staircase(g[1], g[2]) for g in dict.fromkeys(self._group_W)}
-
-    def limits(self) -> Limits:
         groups = list(self._stairs)
-        return Limits(
+        self._limits = Limits(
             capacity_W=self.capacity_W,
             minimum_W=np.zeros(len(self.workers), np.int64),
             quantum=self.quantum,
             kind_W=np.array([groups.index(g) for g in self._group_W], np.int64),
             stairs=tuple(stairs.price_N / self.ladders[g[0]].unit for g, stairs in self._stairs.items()),
         )
+
+    def limits(self) -> Limits:
+        return self._limits
 
     def rows_of(self, worker: int, count: int) -> int:
         return self._stairs[self._group_W[worker]].rows(count)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -77,7 +77,8 @@ class Spmd:
 
     minimum = 0  # samples that every worker gets at least
 
-    def limits(self) -> Limits:
+    @cached_property
+    def _limits(self) -> Limits:
         workers = len(self.workers)
         return Limits(
             capacity_W=np.full(workers, self.capacity, np.int64),
@@ -86,6 +87,9 @@ class Spmd:
             kind_W=np.zeros(workers, np.int64),
             stairs=(np.array([0, *(self._work(n) for n in range(1, self.capacity + 1))], np.float64),),
         )
+
+    def limits(self) -> Limits:
+        return self._limits
 
     def rows_of(self, worker: int, count: int) -> int:
         return self._work(count)
