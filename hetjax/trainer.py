@@ -130,6 +130,11 @@ class Trainer:
         self.workers = Workers.of(devices)
         self.engine, self.transport, self.partition = engine, transport, partition
         self.quantum: int = quantum if quantum is not None else getattr(loss_fn, "quantum", 1)
+        if partition != "global" and self.quantum > 1:
+            raise ValueError(
+                f"This model's BatchNorm takes its statistics over groups of {self.quantum} samples, and shards are "
+                f"not cut into whole groups. Use partition='global', not {partition!r}."
+            )
         self.advance, self.ema_decay = advance or running_average(), ema_decay
         self.on_nonfinite, self.wait_limit = on_nonfinite, wait_limit
         self.simulation = self._simulation(speeds)

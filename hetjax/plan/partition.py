@@ -74,20 +74,21 @@ class ProportionalSampler:
     def __init__(self, size: int, batch: int, seed: int = 0):
         self.order = Sampler(size, batch, seed)
         self.size, self.batch = size, batch
+        self.even = -(-size // self.order.steps_per_epoch())  # what a step has, or a few less: never above capacities
         self._epoch = -1
 
     def next(self, cursor: int, decide: Decide) -> tuple[Step, Plan]:
         """The step at the cursor, and the counts that the epoch's shards give it."""
         epoch, start = divmod(cursor, self.size)
         if epoch != self._epoch:
-            self._cut(epoch, decide(self.batch, epoch))
+            self._cut(epoch, decide(self.even, epoch))
         k = int(np.searchsorted(self._starts_S, start))
         if k == len(self._starts_S) or self._starts_S[k] != start:
             raise ValueError(
                 f"Position {start} of epoch {epoch} is inside a step of the present shards: the shares have changed "
                 "since the run was stopped. Resume from the end of an epoch, or use partition='global'."
             )
-        counts_W = self._shards.counts(k)
+        counts_W = self._counts_SxW[k]
         step = Step(epoch, start, start + int(counts_W.sum()))
         return step, replace(self._plan, counts_W=counts_W, changed=self._plan.changed and k == 0)
 
@@ -95,9 +96,10 @@ class ProportionalSampler:
         order_D = self.order.indices(epoch, 0, self.size)
         shards = proportional_shards(order_D, plan.counts_W, self.batch)
         batches = [shards.batch(i, k) for k in range(shards.steps) for i in range(len(plan.counts_W))]
-        sizes_S = [int(shards.counts(k).sum()) for k in range(shards.steps)]
-        self._epoch, self._plan, self._shards = epoch, plan, shards
-        self._arranged_D, self._starts_S = np.concatenate(batches), np.cumsum([0, *sizes_S])[:-1]
+        counts_SxW = np.array([shards.counts(k) for k in range(shards.steps)])
+        counts_SxW = counts_SxW[counts_SxW.any(axis=1)]  # with hardly a sample per worker a step may come out empty
+        self._epoch, self._plan, self._counts_SxW = epoch, plan, counts_SxW
+        self._arranged_D, self._starts_S = np.concatenate(batches), np.cumsum([0, *counts_SxW.sum(axis=1)])[:-1]
 
     def ahead(self, cursor: int) -> Step | None:
         """The step at a cursor that has not been planned, if it can be known: within the epoch that was cut last."""

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetjax.plan.controllers import Observation, make
 from hetjax.plan.controllers.protocol import Plan
+from hetjax.plan.limits import Limits
 from hetjax.plan.partition import ProportionalSampler, proportional_shards
 
 
@@ -73,8 +75,10 @@ def test_a_sampler_of_shards_reads_every_sample_once_and_each_worker_only_its_ow
             own[worker].update(rows[lo:hi].tolist())
         seen.append(rows)
         cursor += step.batch
-    assert asked == [(batch, 0)]  # one decision an epoch
-    assert len(seen) == -(-size // batch)
+    assert asked == [(sampler.even, 0)]  # one decision an epoch, for a step of its even size
+    assert sampler.even == -(-size // -(-size // batch))
+    assert len(seen) <= -(-size // batch)
+    assert batch < len(shares) or len(seen) == -(-size // batch)
     assert np.array_equal(np.sort(np.concatenate(seen)), np.arange(size))
     assert sum(map(len, own)) == size  # shards are disjoint
     ideal = size * np.array(shares) / sum(shares)
@@ -87,3 +91,15 @@ def test_going_on_inside_a_step_of_other_shards_is_refused():
     sampler = ProportionalSampler(100, 30)
     with pytest.raises(ValueError, match="Resume from the end of an epoch"):
         sampler.next(31, lambda batch, epoch: Plan(np.array([1, 2])))
+
+
+@pytest.mark.parametrize("law", ["dbs", "dp", "edp"])
+def test_a_published_law_learns_from_steps_of_shards(law):
+    sampler, controller, limits = ProportionalSampler(1438, 256), make(law), Limits.plain(4, 256)
+    speed_W, cursor = np.array([1.0, 1.0, 0.5, 0.25]), 0
+    for _ in range(12):  # two epochs
+        step, plan = sampler.next(cursor, lambda batch, epoch: controller.plan(batch, limits, epoch))
+        times_W = plan.counts_W / speed_W * 1e-3
+        controller.observe(Observation(plan.counts_W, limits.work(plan.counts_W), times_W, step.epoch))
+        cursor += step.batch
+    np.testing.assert_allclose(plan.counts_W / plan.counts_W.sum(), speed_W / speed_W.sum(), atol=0.02)
