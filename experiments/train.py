@@ -38,7 +38,7 @@ from hetjax.trainer import NonFiniteError, Trainer
 
 log = logging.getLogger("hetjax")
 CHECKPOINTS = "checkpoints"
-SAME_STEPS = 50  # later the optimiser has blown up the rounding of different sums
+SAME_STEPS = 10  # later the optimiser has blown up the rounding of sums in another order
 
 
 class Stopped(Exception):
@@ -133,6 +133,7 @@ def train(
         eval_fn=task.model.eval_fn,
         batch_size=config.data.batch_size,
         controller=controller,
+        partition=strategy.partition,
         engine=strategy.engine,
         devices=devices,
         speeds=simulation,
@@ -165,6 +166,7 @@ def train(
                 interrupt,
                 watch.Progress(name, console=console),
             ]
+            console.print(f"{name}: {len(devices)} workers, compiling", highlight=False)
             left = {"steps": steps - state.step} if steps else {"stop_at": epochs * len(task.train)}
             state, history = trainer.fit(state, task.train, hooks=hooks, **left)
             if jax.process_index() == 0:

@@ -113,12 +113,12 @@ def _options(controller: str, every: int | str | None, faithful: bool) -> dict[s
 def _check(chosen: Strategy) -> None:
     """Refuse what makes no sense together."""
     if chosen.partition == "proportional":
-        once_an_epoch = chosen.controller in _BY_EPOCH and chosen.options.get("every", "epoch") == "epoch"
+        once_an_epoch = chosen.controller in _WEIGHING and chosen.options.get("every", "epoch") == "epoch"
         if not (once_an_epoch or chosen.controller == "equal"):
             raise ValueError(
                 f"The partition 'proportional' cuts the data into shards once an epoch, but the controller "
-                f"{chosen.controller!r} changes the counts between. Use partition 'global', or one of the controllers "
-                f"equal, {', '.join(_BY_EPOCH)} acting once an epoch."
+                f"{chosen.controller!r} changes the counts between, or waits for timings of exactly its own. Use "
+                f"partition 'global', or one of the controllers equal, {', '.join(_WEIGHING)} acting once an epoch."
             )
 
 
