@@ -26,6 +26,7 @@ class Run:
     samples_per_s_S: np.ndarray
     seconds_S: np.ndarray
     samples_S: np.ndarray
+    changed_S: np.ndarray
     summary: dict[str, Any]
     config: dict[str, Any]
     notes: tuple[str, ...]
@@ -46,16 +47,14 @@ class Run:
 
     @property
     def full_S(self) -> np.ndarray:
-        """The steps with the usual batch: not the short last one of an epoch."""
+        """The steps with the usual batch (give or take a sample per worker): not the short last one of an epoch."""
         batch_S = np.nansum(self.counts_SxW, axis=1)
-        return batch_S == batch_S.max(initial=0)
+        return batch_S >= max(1, batch_S.max(initial=0) - self.workers)
 
     @property
     def changes(self) -> np.ndarray:
-        """Indices of the full steps whose counts differ from those of the full step before."""
-        full = np.flatnonzero(self.full_S)
-        counts_SxW = np.nan_to_num(self.counts_SxW[full])
-        return full[1:][np.any(counts_SxW[1:] != counts_SxW[:-1], axis=1)]
+        """Indices of the steps with which the plan changed."""
+        return np.flatnonzero(self.changed_S > 0)
 
 
 def find_runs(folder: str | Path) -> list[Path]:
@@ -101,6 +100,7 @@ def read_run(folder: str | Path, name: str | None = None) -> Run:
         samples_per_s_S=speed_S,
         seconds_S=np.cumsum(np.nan_to_num(step_time_S)) if np.isnan(seconds_S).all() else seconds_S,
         samples_S=np.cumsum(batch_S) if np.isnan(samples_S).all() else samples_S,
+        changed_S=_column(rows, "changed"),
         summary=summary,
         config=config,
         notes=tuple(notes),
