@@ -308,7 +308,9 @@ class Trainer:
             finally:
                 laps = session.clocks.wait(futures)
             timed = not (disturbed or engine.compiling)
-            reduce.step(laps, self._slots(flight.plan, laps, timed))
+            plan = flight.plan
+            weights = None if plan.weights_W is None else [float(plan.weights_W[i]) for i in self.workers.local]
+            reduce.step(laps, self._slots(plan, laps, timed), weights)
             flying, state = flight, State(*state.core, step=state.step + 1, cursor=cursor)
             if not more:
                 break
@@ -371,7 +373,6 @@ class Trainer:
                 lap.rows,
                 plan.checksum,
                 self._stop,
-                1.0 if plan.weights_W is None else float(plan.weights_W[i]),
             )
             for i, lap in zip(self.workers.local, laps, strict=True)
         ]

@@ -81,16 +81,22 @@ class Layout:
         rest = [jnp.ravel(leaf).astype(self.dtype) for leaf in jax.tree.leaves(sums.state_sums) + scalars]
         return (*large, jnp.concatenate(small + rest))
 
-    def outgoing(self, parts: Parts, host: jax.Array, worker: jax.Array | int, workers: int) -> Parts:
-        """A worker's parts as they enter the sum: gradients weighted, its own slots added among zeros.
+    def outgoing(self, parts: Parts, slots: jax.Array, worker: jax.Array | int, workers: int) -> Parts:
+        """A worker's parts as they enter the sum: with its own slots among zeros. `slots` are those the host wrote.
 
-        `host` holds the host's slots and the weight that its gradients are taken with.
+        Finite means that the sum of squares is: a dot product is the fastest way through the gradients, and one that
+        overflows (a norm above 1e19 in float32) is beyond use as well.
         """
-        finite = jnp.stack([jnp.isfinite(part).all() for part in parts]).all()
-        own = jnp.concatenate([host[:HOST_SLOTS], 1 - finite[None].astype(host.dtype)]).astype(self.dtype)
-        slots = jnp.zeros((workers, len(SLOTS)), self.dtype).at[worker].set(own)
-        weight, cut, (*large, rest) = host[HOST_SLOTS].astype(self.dtype), self._small_grads, parts
-        return (*(part * weight for part in large), jnp.concatenate([rest[:cut] * weight, rest[cut:], slots.ravel()]))
+        finite = jnp.isfinite(sum(jnp.dot(part, part) for part in parts))
+        own = jnp.concatenate([slots, 1 - finite[None].astype(slots.dtype)]).astype(self.dtype)
+        table = jnp.zeros((workers, len(SLOTS)), self.dtype).at[worker].set(own)
+        return (*parts[:-1], jnp.concatenate([parts[-1], table.ravel()]))
+
+    def weighted(self, parts: Parts, weight: jax.Array) -> Parts:
+        """A worker's parts with its gradients taken `weight` times."""
+        *large, rest = parts
+        weight, cut = weight.astype(self.dtype), self._small_grads
+        return (*(part * weight for part in large), jnp.concatenate([rest[:cut] * weight, rest[cut:]]))
 
     def unpack(self, parts: Parts) -> Sums:
         """The sums of a step from its summed parts."""

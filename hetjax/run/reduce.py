@@ -29,9 +29,9 @@ from hetjax.run.workers import AXIS, Workers
 Tree = Any
 
 
-def own_slots(seconds: float | None, rows: int, checksum: int, stop: bool, grad_weight: float) -> list[float]:
-    """What the host adds to a worker's vector; the last word scales its gradient sums and is not summed itself."""
-    return [-1.0 if seconds is None else round(seconds * 1e6), rows, checksum, stop, grad_weight]
+def own_slots(seconds: float | None, rows: int, checksum: int, stop: bool) -> list[float]:
+    """What the host says of one worker: it travels with the worker's sums."""
+    return [-1.0 if seconds is None else round(seconds * 1e6), rows, checksum, stop]
 
 
 class Reduce(Protocol):
@@ -39,7 +39,9 @@ class Reduce(Protocol):
 
     core: Any
 
-    def step(self, laps: Sequence[Lap], slots: Sequence[list[float]]) -> None: ...
+    def step(self, laps: Sequence[Lap], slots: Sequence[list[float]], weights: Sequence[float] | None = None) -> None:
+        """Sum, and apply. `weights`: how often each local worker's gradients count; None: once, as is unbiased."""
+        ...
 
     def report(self) -> Report: ...
 
@@ -87,28 +89,40 @@ class Psum:
     name = "psum"
 
     def __init__(self, workers: Workers, layout: Layout, finish: Finish, core: Any):
-        self.workers, self.layout = workers, layout
+        self.workers, self.layout, self.finish = workers, layout, finish
         self.core = _private_copy(core, workers.replicated)
         self._tail: jax.Array | None = None
+        self._run = self._compile(HOST_SLOTS)
+        self._run_weighted: Any = None  # only a few published laws need it: compiled when one does
 
-        def on_worker(core: Any, parts_1: Parts, slots_1xH: jax.Array) -> tuple[Any, jax.Array]:
-            parts = tuple(part[0] for part in parts_1)
-            own = layout.outgoing(parts, slots_1xH[0], jax.lax.axis_index(AXIS), len(workers))
-            return _finish(layout, finish, core, jax.lax.psum(own, AXIS), len(workers))
+    def _on_worker(self, core: Any, parts_1: Parts, slots_1xH: jax.Array) -> tuple[Any, jax.Array]:
+        parts, slots, count = tuple(part[0] for part in parts_1), slots_1xH[0], len(self.workers)
+        if len(slots) > HOST_SLOTS:
+            parts = self.layout.weighted(parts, slots[HOST_SLOTS])
+        own = self.layout.outgoing(parts, slots[:HOST_SLOTS], jax.lax.axis_index(AXIS), count)
+        return _finish(self.layout, self.finish, core, jax.lax.psum(own, AXIS), count)
 
+    def _compile(self, slots: int) -> Any:
         program = jax.shard_map(
-            on_worker, mesh=workers.mesh, in_specs=(P(), P(AXIS), P(AXIS)), out_specs=(P(), P()), check_vma=False
+            self._on_worker,
+            mesh=self.workers.mesh,
+            in_specs=(P(), P(AXIS), P(AXIS)),
+            out_specs=(P(), P()),
+            check_vma=False,
         )
-        spec = lambda width, dtype: jax.ShapeDtypeStruct((len(workers), width), dtype, sharding=workers.sharded)
+        wide = lambda size, dtype: jax.ShapeDtypeStruct((len(self.workers), size), dtype, sharding=self.workers.sharded)
+        parts = tuple(wide(size, self.layout.dtype) for size in self.layout.sizes)
         with expected():
-            lowered = jax.jit(program, donate_argnums=0).lower(
-                self.core, tuple(spec(size, layout.dtype) for size in layout.sizes), spec(HOST_SLOTS + 1, np.float32)
-            )
-            self._run = lowered.compile()
+            return jax.jit(program, donate_argnums=0).lower(self.core, parts, wide(slots, np.float32)).compile()
 
-    def step(self, laps: Sequence[Lap], slots: Sequence[list[float]]) -> None:
+    def step(self, laps: Sequence[Lap], slots: Sequence[list[float]], weights: Sequence[float] | None = None) -> None:
         parts = tuple(self.workers.stack(part) for part in zip(*(lap.parts for lap in laps), strict=True))
-        self.core, self._tail = self._run(self.core, parts, self.workers.from_host(list(np.asarray(slots, np.float32))))
+        run, said = self._run, np.asarray(slots, np.float32)
+        if weights is not None:
+            if self._run_weighted is None:
+                self._run_weighted = self._compile(HOST_SLOTS + 1)
+            run, said = self._run_weighted, np.column_stack([said, np.asarray(weights, np.float32)])
+        self.core, self._tail = run(self.core, parts, self.workers.from_host(list(said)))
 
     def report(self) -> Report:
         assert self._tail is not None
@@ -128,27 +142,33 @@ class Hub:
     name = "hub"
 
     def __init__(self, workers: Workers, layout: Layout, finish: Finish, core: Any):
-        self.workers, self.layout = workers, layout
+        self.workers, self.layout, self.finish = workers, layout, finish
         self.lead = workers.devices[0]
-        here = SingleDeviceSharding(self.lead)
-        self.core = _private_copy(core, here)
+        self.core = _private_copy(core, SingleDeviceSharding(self.lead))
         self._tail: jax.Array | None = None
-
-        def on_lead(core: Any, parts_W: list[Parts], slots_WxH: jax.Array) -> tuple[Any, jax.Array]:
-            own = [tuple(part[0] for part in parts) for parts in parts_W]
-            sent = [layout.outgoing(parts, slots_WxH[i], i, len(workers)) for i, parts in enumerate(own)]
-            total = functools.reduce(partial(jax.tree.map, jnp.add), sent)
-            return _finish(layout, finish, core, total, len(workers))
-
-        parts = tuple(jax.ShapeDtypeStruct((1, size), layout.dtype, sharding=here) for size in layout.sizes)
-        slots = jax.ShapeDtypeStruct((len(workers), HOST_SLOTS + 1), np.float32, sharding=here)
-        with expected():
-            self._run = jax.jit(on_lead, donate_argnums=0).lower(self.core, [parts] * len(workers), slots).compile()
+        self._run = self._compile()
         self._spread()
 
-    def step(self, laps: Sequence[Lap], slots: Sequence[list[float]]) -> None:
+    def _on_lead(self, core: Any, parts_W: list[Parts], slots_WxH: jax.Array, weight_W: jax.Array) -> Any:
+        sent = []
+        for i, parts in enumerate(parts_W):
+            own = self.layout.weighted(tuple(part[0] for part in parts), weight_W[i])
+            sent.append(self.layout.outgoing(own, slots_WxH[i], i, len(parts_W)))
+        total = functools.reduce(partial(jax.tree.map, jnp.add), sent)  # in worker order
+        return _finish(self.layout, self.finish, core, total, len(parts_W))
+
+    def _compile(self) -> Any:
+        here, count = SingleDeviceSharding(self.lead), len(self.workers)
+        shape = lambda *size: jax.ShapeDtypeStruct(size, np.float32, sharding=here)
+        parts = tuple(jax.ShapeDtypeStruct((1, n), self.layout.dtype, sharding=here) for n in self.layout.sizes)
+        arguments = self.core, [parts] * count, shape(count, HOST_SLOTS), shape(count)
+        with expected():
+            return jax.jit(self._on_lead, donate_argnums=0).lower(*arguments).compile()
+
+    def step(self, laps: Sequence[Lap], slots: Sequence[list[float]], weights: Sequence[float] | None = None) -> None:
         parts_W = [jax.device_put(lap.parts, self.lead) for lap in laps]
-        self.core, self._tail = self._run(self.core, parts_W, np.asarray(slots, np.float32))
+        weight_W = np.ones(len(laps), np.float32) if weights is None else np.asarray(weights, np.float32)
+        self.core, self._tail = self._run(self.core, parts_W, np.asarray(slots, np.float32), weight_W)
         self._spread()
 
     def _spread(self) -> None:

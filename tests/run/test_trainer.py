@@ -6,9 +6,10 @@ import jax
 import numpy as np
 import optax
 import pytest
-from problems import RandomPlans, distance, problem
+from problems import RandomPlans, distance, keys_for, problem
 
 from hetjax import NonFiniteError, Simulation, Trainer
+from hetjax.plan.controllers.protocol import Plan
 from hetjax.plan.sampler import Sampler
 from hetjax.run.simulate import constant
 
@@ -272,3 +273,28 @@ def test_bad_calls_get_a_sentence():
     averaged = Trainer(lambda p, b, k: made.loss_fn(p, b, k).loss_b.mean(), optax.sgd(0.1), batch_size=BATCH)
     with averaged, pytest.raises(ValueError, match="one value per example"):
         averaged.fit(averaged.init(made.params), made.data, steps=1)
+
+
+@pytest.mark.parametrize("transport", ["psum", "hub"])
+def test_weights_of_a_plan_scale_each_workers_gradient_sum(transport):
+    """The published dp takes the mean of the workers' means: weights B / (N b_i), biased towards the small worker."""
+    made = problem("mlp", samples=BATCH)
+    counts = np.array([6, 18])
+
+    class MeanOfMeans(RandomPlans):
+        def plan(self, batch, limits, epoch=0):
+            return Plan(counts, weights_W=BATCH / (2 * counts))
+
+    with trainer_for(made, controller=MeanOfMeans(0), transport=transport, optimizer=optax.sgd(1.0)) as trainer:
+        state, _ = trainer.fit(trainer.init(made.params), made.data, steps=1)
+    order = Sampler(BATCH, BATCH, 0).indices(0, 0, BATCH)
+    keys = keys_for(0, 0, 0, BATCH)
+
+    def mean(params, rows):
+        batch = {name: values[order[rows]] for name, values in made.data.items()}
+        return made.loss_fn(params, batch, keys[rows]).loss_b.mean()
+
+    parts = [jax.grad(mean)(made.params, rows) for rows in (slice(0, 6), slice(6, 24))]
+    expected = jax.tree.map(lambda p, a, b: p - (a + b) / 2, made.params, *parts)
+    moved = lambda params: jax.tree.map(np.subtract, params, made.params)
+    assert distance(moved(state.params), moved(expected)) <= 1e-5
