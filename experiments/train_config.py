@@ -19,11 +19,6 @@ DESCRIPTION = """Train a model on devices of unequal speed, all of them kept bus
 Without flags: a CNN on digits, 4 fake devices of speeds 1, 1, 0.5 and 0.25,
 
 equal and then balanced counts, and a table that compares the two."""
-DEFAULT_EPOCHS = 24
-LEARNING_RATES = {"mlp": 3e-3, "cnn": 1e-2, "resnet": 1e-2, "transformer": 2e-3}
-DROPOUTS = {"mlp": 0.2, "cnn": 0.2, "transformer": 0.1}
-LEAST_ROW_TIME_MS = 0.4
-DEFAULT_SPEEDS = "1,1,0.5,0.25"
 
 
 def _shown(metavar: str) -> Any:
@@ -204,26 +199,6 @@ def check_same_run(saved: Config, now: Config, folder: Path) -> None:
                 f"The run in {folder} was started with {name}={before[name]!r} and cannot go on with {after[name]!r}. "
                 "Leave the flag out, or start a new run in another --out."
             )
-
-
-def learning_rate(config: Config) -> float:
-    """As given, or what suits the model with Adam."""
-    given = config.optimiser.learning_rate
-    return given if given is not None else LEARNING_RATES[config.model.model]
-
-
-def model_options(config: Config) -> dict[str, Any]:
-    """The options of the model's constructor that flags stand for."""
-    asked, options = config.model, {}
-    if asked.width is not None:
-        if asked.width < 1:
-            raise ValueError(f"--width is {asked.width}: give at least 1.")
-        wide = asked.width
-        options |= {"mlp": {"hidden": (wide, wide)}, "cnn": {"widths": (wide, 2 * wide)}}.get(
-            asked.model, {"width": wide}
-        )
-    dropout = asked.dropout if asked.dropout is not None else DROPOUTS.get(asked.model)
-    return options if dropout is None else {**options, "dropout": dropout}
 
 
 def named(name: str) -> Config:

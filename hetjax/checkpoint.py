@@ -72,9 +72,13 @@ class Saver:
         self._last = time.monotonic()
 
     def __call__(self, record: Any, state: State) -> None:
-        if state.cursor % self.epoch_samples or time.monotonic() - self._last < self.every:
-            return
-        save(self.folder, state, self.controller, self.extra(record))
+        if state.cursor % self.epoch_samples == 0 and time.monotonic() - self._last >= self.every:
+            self.save(record, state)
+
+    def save(self, record: Any, state: State) -> None:
+        """Now, whatever the time; by the first process only, as all of them hold the same."""
+        if jax.process_index() == 0:
+            save(self.folder, state, self.controller, self.extra(record))
         self._last = time.monotonic()
 
 

@@ -1,0 +1,114 @@
+"""What a run of train.py writes and shows: its log, its trackers, what it came to, the table at the end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.table import Table
+from train_config import Config
+
+from hetjax import watch
+from hetjax.history import History
+from hetjax.strategies import Strategy
+
+log = logging.getLogger("hetjax")
+SAME_STEPS = 10  # later the optimiser has blown up the rounding of sums in another order
+
+
+def quiet_logs(console: Console, debug: bool) -> None:
+    """hetjax's warnings on the terminal (with --debug everything), other packages' errors only."""
+    for noisy in ("jax", "orbax", "absl"):
+        logging.getLogger(noisy).setLevel(logging.WARNING if debug else logging.ERROR)
+    log.handlers = [RichHandler(logging.INFO if debug else logging.WARNING, console, show_time=False, show_path=False)]
+    log.setLevel(logging.INFO)
+    log.propagate = False
+
+
+@contextmanager
+def log_file(folder: Path, mode: str) -> Iterator[None]:
+    """hetjax's log of a run, in its folder."""
+    handler = logging.FileHandler(folder / "log.txt", mode, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        handler.close()
+
+
+def trackers(config: Config, name: str, folder: Path, done: int) -> watch.Tracker:
+    told: list[watch.Tracker] = [watch.JsonlTracker(folder, done=done)]
+    if config.output.tensorboard:
+        told.append(watch.TensorBoardTracker(folder))
+    if config.output.wandb is not None:
+        from hetjax.watch.wandb import WandbTracker
+
+        told.append(WandbTracker(config.output.wandb, name=name, config=config.flat(), folder=folder))
+    return watch.Composite(*told)
+
+
+def summary(name: str, strategy: Strategy, folder: Path, history: History, tested: dict[str, float]) -> dict[str, Any]:
+    """What the run came to: counted over all its parts by its metrics, the rest from the last part."""
+    run, last = watch.read_run(folder), history.summary()
+    wall, samples, ideal = (
+        float(np.nansum(run.step_time_S)),
+        int(np.nansum(run.counts_SxW)),
+        last["ideal_samples_per_s"],
+    )
+    return {
+        "strategy": name,
+        **last,
+        "controller": strategy.controller,
+        "partition": strategy.partition,
+        "sync": strategy.sync,
+        "steps": run.steps,
+        "samples": samples,
+        "wall_s": wall,
+        "samples_per_s": samples / wall,
+        "efficiency": samples / wall / ideal if ideal else None,
+        "final_loss": float(run.loss_S[-1]),
+        "plan_changes": len(run.changes),
+        "test_accuracy": tested["accuracy"],
+        "test_loss": tested["loss"],
+    }
+
+
+def show_table(summaries: list[tuple[str, dict[str, Any]]], console: Console) -> None:
+    table = Table(box=None, padding=(0, 2), pad_edge=False, header_style="bold")
+    for column in ("", "samples/s", "ideal", "efficiency", "test accuracy", "seconds"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, summary in summaries:
+        ideal, efficiency = summary["ideal_samples_per_s"], summary["efficiency"]
+        table.add_row(
+            name,
+            f"{summary['samples_per_s']:,.0f}",
+            "–" if ideal is None else f"{ideal:,.0f}",
+            "–" if efficiency is None else f"{efficiency:.0%}",
+            f"{summary['test_accuracy']:.4f}",
+            f"{summary['wall_s']:.1f}",
+        )
+    console.print("")
+    console.print(table)
+    console.print("")
+
+
+def show_comparison(summaries: list[tuple[str, dict[str, Any]]], folder: Path, console: Console) -> None:
+    """How much faster, and that it is the same training: the losses step by step."""
+    (_, equal), (_, balanced) = summaries
+    losses = [watch.read_run(folder / name).loss_S[:SAME_STEPS] for name, _ in summaries]
+    apart = float(np.max(np.abs(losses[0] - losses[1])))
+    faster = balanced["samples_per_s"] / equal["samples_per_s"]
+    told = f"balanced is {faster:.2f}x as fast, and the same training: over the first {len(losses[0])} steps"
+    console.print(f"{told}\nthe losses of the two differ by {apart:.0e} at most.", highlight=False)
+
+
+def show_paths(picture: Path, page: Path, console: Console) -> None:
+    console.print(f"picture: {picture}\nreport:  {page}", soft_wrap=True, highlight=False)

@@ -1,0 +1,126 @@
+"""What the flags of train.py mean: the devices and their speeds, the task, the optimiser, the strategy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from train_config import Config
+
+from hetjax.devices import fake_devices, said_by_environment
+from hetjax.run.simulate import Simulation, constant
+from hetjax.run.trace_file import read_trace
+from hetjax.task import Task, make_task
+
+DEFAULT_EPOCHS = 24
+LEARNING_RATES = {"mlp": 3e-3, "cnn": 1e-2, "resnet": 1e-2, "transformer": 2e-3}
+DROPOUTS = {"mlp": 0.2, "cnn": 0.2, "transformer": 0.1}
+LEAST_ROW_TIME_MS = 0.4
+DEFAULT_SPEEDS = "1,1,0.5,0.25"
+
+
+def find_devices(config: Config) -> tuple[Simulation | None, list[jax.Device]]:
+    """The devices, and their simulated speeds if any: 1, 1, 0.5, 0.25 while nothing about devices is given."""
+    asked = config.workers
+    if asked.trace is not None and asked.speeds is not None:
+        raise ValueError("--trace and --speeds both say how fast the workers are: give one of them.")
+    trace = None
+    if asked.trace is not None:
+        trace = read_trace(asked.trace)
+    elif asked.speeds is not None and asked.speeds != "real":
+        trace = constant(numbers("--speeds", asked.speeds))
+    count = asked.devices if trace is None or asked.devices is not None else len(trace(0)[0])
+    devices = fake_devices(count)
+    silent = asked.devices is None and asked.speeds is None and said_by_environment() is None
+    if trace is None and silent and devices[0].platform == "cpu":
+        trace = constant(numbers("--speeds", DEFAULT_SPEEDS))
+    if trace is None:
+        return None, devices
+    least, fixed = LEAST_ROW_TIME_MS / 1e3, asked.row_time
+    if fixed is not None and not 0 < fixed < np.inf:
+        raise ValueError(f"--row-time is {fixed}: expected milliseconds above 0.")
+    return Simulation(trace, row_time=None if fixed is None else fixed / 1e3, least=least), devices
+
+
+def make_task_of(config: Config) -> Task:
+    asked, options = config.model, model_options(config)
+    augment = asked.augment or ("none" if asked.model in ("mlp", "transformer") else "shift")
+    return make_task(
+        config.data.dataset,
+        asked.model,
+        seed=config.output.seed,
+        norm=asked.norm,
+        augment=augment,
+        dtype=asked.dtype,
+        **options,
+    )
+
+
+def duration(config: Config) -> tuple[int | None, int]:
+    """Steps if they were given, and epochs."""
+    steps, epochs = config.data.steps, config.data.epochs
+    if steps is not None and epochs is not None:
+        raise ValueError(f"--steps {steps} and --epochs {epochs} both say how long to train: give one of them.")
+    for flag, value in (("--steps", steps), ("--epochs", epochs), ("--batch-size", config.data.batch_size)):
+        if value is not None and value < 1:
+            raise ValueError(f"{flag} is {value}: give at least 1.")
+    return steps, epochs or DEFAULT_EPOCHS
+
+
+def optimizer(config: Config, steps: int) -> optax.GradientTransformation:
+    asked, rate = config.optimiser, learning_rate(config)
+    schedule: Any = rate
+    if asked.schedule == "cosine":
+        schedule = optax.warmup_cosine_decay_schedule(0.0, rate, max(1, steps // 10), max(2, steps))
+    make = {
+        "adamw": lambda: optax.adamw(schedule, weight_decay=asked.weight_decay),
+        "adam": lambda: optax.adam(schedule),
+        "sgd": lambda: optax.sgd(schedule, momentum=0.9),
+        "lion": lambda: optax.lion(schedule, weight_decay=asked.weight_decay),
+    }[asked.optimizer]
+    return make() if asked.clip is None else optax.chain(optax.clip_by_global_norm(asked.clip), make())
+
+
+def method(config: Config) -> dict[str, Any]:
+    asked = config.method
+    every = asked.every if asked.every in (None, "epoch") else whole_numbers("--every", asked.every)[0]
+    axes = {axis: getattr(asked, axis) for axis in ("controller", "partition", "sync", "engine", "faithful")}
+    return {"preset": asked.strategy, "every": every, **axes}
+
+
+def numbers(flag: str, text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{flag} is {text!r}: expected numbers with commas between, such as 1,1,0.5.") from None
+
+
+def whole_numbers(flag: str, text: str | None) -> Any:
+    if text is None:
+        return None
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{flag} is {text!r}: expected whole numbers with commas between, such as 128,64.") from None
+
+
+def learning_rate(config: Config) -> float:
+    """As given, or what suits the model with Adam."""
+    given = config.optimiser.learning_rate
+    return given if given is not None else LEARNING_RATES[config.model.model]
+
+
+def model_options(config: Config) -> dict[str, Any]:
+    """The options of the model's constructor that flags stand for."""
+    asked, options = config.model, {}
+    if asked.width is not None:
+        if asked.width < 1:
+            raise ValueError(f"--width is {asked.width}: give at least 1.")
+        wide = asked.width
+        options |= {"mlp": {"hidden": (wide, wide)}, "cnn": {"widths": (wide, 2 * wide)}}.get(
+            asked.model, {"width": wide}
+        )
+    dropout = asked.dropout if asked.dropout is not None else DROPOUTS.get(asked.model)
+    return options if dropout is None else {**options, "dropout": dropout}
