@@ -114,7 +114,7 @@ def learning_rate(config: Config) -> float:
 
 def model_options(config: Config) -> dict[str, Any]:
     """The options of the model's constructor that flags stand for."""
-    asked, options = config.model, {}
+    asked, options = config.model, dict[str, Any]()
     if asked.width is not None:
         if asked.width < 1:
             raise ValueError(f"--width is {asked.width}: give at least 1.")

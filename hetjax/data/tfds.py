@@ -53,7 +53,7 @@ def tfds_source(name: str, split: str = "train", *, data_dir: str | Path | None 
             f"Reading tfds:{name} needs TensorFlow Datasets ({error}). Install the extra: pip install 'hetjax[tfds]'."
         ) from error
     data_dir = data_dir or os.environ.get("TFDS_DATA_DIR")
-    where = data_dir or tensorflow_datasets.core.constants.DATA_PATH
+    where = data_dir or tensorflow_datasets.core.constants.DATA_DIR
     try:
         builder = tensorflow_datasets.builder(name, data_dir=data_dir)
         prepared = builder.is_prepared()

@@ -123,3 +123,9 @@ def test_reading_imports_no_tensorflow(prepared):
         f"len(d.load('tfds:{name}', data_dir={str(folder)!r})[0]); assert 'tensorflow' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_without_a_data_dir_the_default_one_is_named(monkeypatch):
+    monkeypatch.delenv("TFDS_DATA_DIR", raising=False)
+    with pytest.raises(FileNotFoundError, match=r"no_such_dataset is not prepared in .*tensorflow_datasets"):
+        load("tfds:no_such_dataset")
