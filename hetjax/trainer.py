@@ -335,6 +335,7 @@ class Trainer:
         if limits.minimum_W.sum() > batch:  # a short last step may be too small for all
             limits = replace(limits, minimum_W=np.zeros_like(limits.minimum_W))
         plan = self.controller.plan(batch, limits, epoch)
+        limits.check_counts(plan.counts_W, batch, f"The controller {self.controller.name!r}")
         self._shares_W = np.maximum(plan.counts_W, 1e-3)
         return plan
 

@@ -5,9 +5,9 @@ import os
 _FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
 
-import hypothesis
-import jax
-import pytest
+import hypothesis  # noqa: E402
+import jax  # noqa: E402
+import pytest  # noqa: E402
 
 hypothesis.settings.register_profile("hetjax", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("hetjax")

@@ -108,6 +108,19 @@ class Limits:
         ]
         return np.array(least_K)[self.kind_W]
 
+    def check_counts(self, counts_W: np.ndarray, batch: int, who: str) -> None:
+        """Refuse counts that are no split of this batch, in words that name whoever made them."""
+        counts_W = np.asarray(counts_W)
+        if counts_W.shape != (self.workers,) or not np.issubdtype(counts_W.dtype, np.integer):
+            raise ValueError(
+                f"{who} returned counts {counts_W.tolist()}: expected {self.workers} whole numbers, one per worker."
+            )
+        if counts_W.sum() != batch or (counts_W < 0).any() or (counts_W > self.capacity_W).any():
+            raise ValueError(
+                f"{who} returned counts {counts_W.tolist()}: expected numbers from 0 to the capacities "
+                f"{self.capacity_W.tolist()} that sum to the batch, {batch}."
+            )
+
     def work(self, counts_W: np.ndarray) -> np.ndarray:
         """The work of each worker at these counts: stairs[kind][count]."""
         if len(self.stairs) == 1:

@@ -298,3 +298,20 @@ def test_weights_of_a_plan_scale_each_workers_gradient_sum(transport):
     expected = jax.tree.map(lambda p, a, b: p - (a + b) / 2, made.params, *parts)
     moved = lambda params: jax.tree.map(np.subtract, params, made.params)
     assert distance(moved(state.params), moved(expected)) <= 1e-5
+
+
+@pytest.mark.parametrize("counts", [[0, 0], [12, 13], [-1, 25], [24], [12.0, 12.0], [4, 20]])
+def test_a_controllers_impossible_counts_are_refused_before_anything_runs(counts):
+    made = problem("mlp")
+
+    class Wrong(RandomPlans):
+        name = "wrong"
+
+        def plan(self, batch, limits, epoch=0):
+            return Plan(np.array(counts))
+
+    with (
+        trainer_for(made, controller=Wrong(0), capacity=[24, 16]) as trainer,
+        pytest.raises(ValueError, match="The controller 'wrong' returned counts"),
+    ):
+        trainer.fit(trainer.init(made.params), made.data, steps=1)
