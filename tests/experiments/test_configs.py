@@ -35,7 +35,8 @@ def test_a_config_takes_one_step(name, tmp_path, monkeypatch):
         flags += ["--devices", "2"]
     assert train.main(flags) == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert (summary["steps"], summary["samples"]) == (1, 32)
+    assert summary["steps"] == 1
+    assert 32 - summary["workers"] <= summary["samples"] <= 32  # steps of shards may lack a sample per worker
     assert np.isfinite(summary["final_loss"])
 
 
