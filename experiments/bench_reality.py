@@ -81,7 +81,7 @@ def main(
             "ratio": ratio,
             "overruns": [summary["overruns"] for summary in seen],
         }
-        print(f"{name}: predicted {expected:,.0f} samples/s, measured {np.round(rates)}, ratio {ratio:.3f}  [1 +- 0.05]")
+        print(f"{name}: predicted {expected:,.0f} samples/s, measured {np.round(rates)}, ratio {ratio:.3f} [1 +- 0.05]")
     if json_file is not None:
         json_file.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 

@@ -1,5 +1,6 @@
 """Eight fake CPU devices for all tests, and quick compiles; must be said before JAX's first use."""
 
+import gc
 import os
 
 _FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
@@ -11,6 +12,14 @@ import pytest  # noqa: E402
 
 hypothesis.settings.register_profile("hetjax", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("hetjax")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs():
+    """A compiled CPU program takes some 150 memory maps, of which Linux gives a process 65,530."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ def check(feed, epoch, start, stop):
 def test_what_was_asked_for_in_advance_is_fetched_in_the_background_once(feed):
     feed.prepare(0, 20, 40)
     check(feed, 0, 20, 40)
-    (thread, _), = feed.source.asked
+    ((thread, _),) = feed.source.asked
     assert thread.startswith("hetjax-feed")
 
 

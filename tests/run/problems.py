@@ -37,25 +37,28 @@ def _text_loss(model, example, rngs):
     return Example(score.loss, score.weight, {"accuracy": score.correct})
 
 
-def problem(name: str, samples: int = 64, seed: int = 0, dtype: Any = np.float32) -> Problem:
-    """mlp, cnn and transformer, all with dropout; the transformer weighs its examples by their tokens."""
-    rng, rngs = np.random.default_rng(seed), nnx.Rngs(seed)
+@functools.cache
+def _flax(name: str, seed: int, dtype: Any) -> Any:
+    """One function object per model, so that JAX compiles the reference for it once."""
+    rngs = nnx.Rngs(seed)
     if name == "transformer":
         model = models.Transformer(8, 11, width=16, depth=1, heads=2, dropout=0.2, dtype=dtype, rngs=rngs)
+        return from_nnx(model, _text_loss)
+    options = {"mlp": {"hidden": (24, 16)}, "cnn": {"widths": (4, 6), "hidden": 12}}[name]
+    make = {"mlp": models.MLP, "cnn": models.CNN}[name]
+    return from_nnx(make((8, 8, 1), 5, dropout=0.2, dtype=dtype, rngs=rngs, **options), _image_loss)
+
+
+def problem(name: str, samples: int = 64, seed: int = 0, dtype: Any = np.float32) -> Problem:
+    """mlp, cnn and transformer, all with dropout; the transformer weighs its examples by their tokens."""
+    rng, flax = np.random.default_rng(seed), _flax(name, seed, dtype)
+    if name == "transformer":
         tokens = rng.integers(0, 11, (samples, 9)).astype(np.int32)
         weights = (rng.random((samples, 8)) < 0.7).astype(dtype)
         data = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
-        loss = _text_loss
     else:
-        options = {"mlp": {"hidden": (24, 16)}, "cnn": {"widths": (4, 6), "hidden": 12}}[name]
-        make = {"mlp": models.MLP, "cnn": models.CNN}[name]
-        model = make((8, 8, 1), 5, dropout=0.2, dtype=dtype, rngs=rngs, **options)
-        data = {
-            "image": rng.normal(size=(samples, 8, 8, 1)).astype(dtype),
-            "label": rng.integers(0, 5, samples).astype(np.int32),
-        }
-        loss = _image_loss
-    flax = from_nnx(model, loss)
+        image = rng.normal(size=(samples, 8, 8, 1)).astype(dtype)
+        data = {"image": image, "label": rng.integers(0, 5, samples).astype(np.int32)}
     return Problem(flax.loss_fn, jax.tree.map(lambda p: p.astype(dtype), flax.params), data)
 
 

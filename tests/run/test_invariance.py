@@ -1,6 +1,7 @@
 """Any allocation equals one big batch: gradients, loss and updates, for every engine and number of workers."""
 
-import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import jax
@@ -51,8 +52,8 @@ class Bench:
         return reduce.report(), reduce.core[2]
 
 
-@functools.cache
-def bench(model: str, engine: str, workers: int) -> Bench:
+@contextmanager
+def bench(model: str, engine: str, workers: int) -> Iterator[Bench]:
     made = problem(model, seed=3)
     devices = Workers.of(jax.devices()[:workers])
     row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), made.data)
@@ -62,14 +63,16 @@ def bench(model: str, engine: str, workers: int) -> Bench:
     program = Program(train_sums(objective, layout), layout.sizes, layout.dtype, shapes, None, row)
     clocks = Clocks(devices)
     options = {
-        "chunked": {"rungs": [4, 10, 24]},
+        "chunked": {"rungs": [5, 24]},
         "looped": {"micro": 5, "capacity": BATCH},
         "masked": {"capacity": BATCH},
     }
     built = make_engine(engine, program, devices, clocks, batch=BATCH, **options[engine])
     core = (made.params, None, jax.tree.map(jnp.zeros_like, made.params))
     reduces = {t: make_reduce(t, devices, layout, _keep_gradient, core) for t in ("psum", "hub")}
-    return Bench(built, clocks, reduces, layout, made)
+    yield Bench(built, clocks, reduces, layout, made)
+    built.close()
+    clocks.close()
 
 
 def allocations(workers: int) -> st.SearchStrategy:
@@ -91,7 +94,6 @@ def test_any_allocation_gives_the_gradient_of_the_whole_batch(model, engine, wor
     @settings(max_examples=6, suppress_health_check=list(HealthCheck))
     @given(counts=allocations(workers), start=st.sampled_from([0, 13]))
     def check(counts, start):
-        made = bench(model, engine, workers)
         total = int(counts.sum())
         batch = jax.tree.map(lambda x: x[start : start + total], made.problem.data)
         loss, grads = part_of_data(made.problem, 7, start, start + total)
@@ -101,26 +103,31 @@ def test_any_allocation_gives_the_gradient_of_the_whole_batch(model, engine, wor
             assert abs(report.loss - float(loss)) <= 1e-5 * abs(float(loss))
             assert distance(gradient, grads) <= 1e-5, (transport, counts)
 
-    check()
+    with bench(model, engine, workers) as made:
+        check()
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_padding_full_of_rubbish_never_reaches_a_gradient(engine):
-    made = bench("cnn", engine, 3)
-    for rubbish in (np.nan, np.inf):
-        image = made.problem.data["image"][:BATCH].copy()
-        image[14:] = rubbish
-        dirty = {"image": image, "label": made.problem.data["label"][:BATCH]}
-        counts = np.array([9, 0, 5])
-        _, grads = part_of_data(made.problem, 7, 0, 14)
-        report, gradient = made.gradient(counts, "psum", dirty)
-        assert not report.nonfinite_W.any()
-        assert distance(gradient, grads) <= 1e-5
+    with bench("cnn", engine, 3) as made:
+        for rubbish in (np.nan, np.inf):
+            image = made.problem.data["image"][:BATCH].copy()
+            image[14:] = rubbish
+            dirty = {"image": image, "label": made.problem.data["label"][:BATCH]}
+            counts = np.array([9, 0, 5])
+            _, grads = part_of_data(made.problem, 7, 0, 14)
+            report, gradient = made.gradient(counts, "psum", dirty)
+            assert not report.nonfinite_W.any()
+            assert distance(gradient, grads) <= 1e-5
 
 
 @pytest.mark.parametrize("engine", ["looped", "masked"])
 def test_a_worker_without_samples_may_hold_only_rubbish(engine):
-    made = bench("mlp", engine, 2)
+    with bench("mlp", engine, 2) as made:
+        check_idle_rubbish(made)
+
+
+def check_idle_rubbish(made):
     image = np.full_like(made.problem.data["image"][:BATCH], np.nan)
     image[:6] = made.problem.data["image"][:6]
     batch = {"image": image, "label": made.problem.data["label"][:BATCH]}
@@ -162,7 +169,11 @@ def test_five_steps_of_adam_in_float64(engine, float64):
 
 def test_an_extra_sum_over_workers_would_be_noticed(monkeypatch):
     """The mutant: a second psum multiplies by the number of workers. The gradient check must see it."""
-    made = bench("mlp", "chunked", 2)
+    with bench("mlp", "chunked", 2) as made:
+        check_mutant(made, monkeypatch)
+
+
+def check_mutant(made, monkeypatch):
     plain = jax.lax.psum
     monkeypatch.setattr(jax.lax, "psum", lambda x, axis: plain(plain(x, axis), axis))
     core = (made.problem.params, None, jax.tree.map(jnp.zeros_like, made.problem.params))
