@@ -63,10 +63,10 @@ class Staircase:
         return sum(self.chunks(count))
 
 
-def geometric_rungs(top: int, quantum: int = 1, ratio: float = 1.15, span: int = 64) -> list[int]:
+def geometric_rungs(top: int, quantum: int = 1, ratio: float = 1.1, span: int = 64) -> list[int]:
     """Rungs from `top` down to top / span, each about `ratio` below the next, multiples of the quantum.
 
-    At a ratio of 1.15 a count between two rungs wastes at most an eighth of its rows, half of that on average. Larger
+    At a ratio of 1.1 a count between two rungs wastes at most a tenth of its rows, half of that on average. Larger
     rungs are rounded up to multiples of 2, 4 or 8, which suit vector units.
     """
     rungs, size = {-(-top // quantum) * quantum}, float(top)

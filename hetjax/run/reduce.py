@@ -45,7 +45,7 @@ class Reduce(Protocol):
 
     def report(self) -> Report: ...
 
-    def per_worker(self) -> list[Tree]: ...
+    def per_worker(self) -> list[list[jax.Array]]: ...
 
     def on_mesh(self) -> Tree: ...
 
@@ -128,8 +128,8 @@ class Psum:
         assert self._tail is not None
         return Report.read(self.layout, np.asarray(self._tail.addressable_data(0)), len(self.workers))
 
-    def per_worker(self) -> list[Tree]:
-        return self.workers.copies(self.core[:2])
+    def per_worker(self) -> list[list[jax.Array]]:
+        return self.workers.copies(jax.tree.leaves(self.core[:2]))
 
     def on_mesh(self) -> Tree:
         return self.core[:2]
@@ -172,17 +172,18 @@ class Hub:
         self._spread()
 
     def _spread(self) -> None:
-        self._views = [jax.device_put(self.core[:2], device) for device in self.workers.devices]
+        leaves = jax.tree.leaves(self.core[:2])
+        self._views = [jax.device_put(leaves, device) for device in self.workers.devices]
 
     def report(self) -> Report:
         assert self._tail is not None
         return Report.read(self.layout, np.asarray(self._tail), len(self.workers))
 
-    def per_worker(self) -> list[Tree]:
+    def per_worker(self) -> list[list[jax.Array]]:
         return self._views
 
     def on_mesh(self) -> Tree:
         return jax.device_put(self.core[:2], self.workers.replicated)
 
     def ready(self) -> list[jax.Array]:
-        return [jax.tree.leaves(view)[-1] for view in self._views]
+        return [view[-1] for view in self._views]

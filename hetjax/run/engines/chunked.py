@@ -93,13 +93,15 @@ class Chunked:
 
     # -- programs --
 
-    def _chunk(self, params: Tree, model_state: Tree, rows: Tree, ctl: jax.Array) -> Parts:
-        """The sums over these rows."""
+    def _chunk(self, leaves: list[jax.Array], rows: Tree, ctl: jax.Array) -> Parts:
+        """The sums over these rows; `leaves` are those of the parameters and the model state."""
+        tree = jax.tree.structure((self.program.params, self.program.model_state))
+        params, model_state = jax.tree.unflatten(tree, leaves)
         return tuple(part[None] for part in self.program.row_sums(params, model_state, rows, ctl))
 
     def _arguments(self, rows: int, device: jax.Device | None) -> tuple:
         p = self.program
-        shapes = (p.params, p.model_state, p.block(rows), p.ctl)
+        shapes = (jax.tree.leaves((p.params, p.model_state)), p.block(rows), p.ctl)
         if device is None:
             return shapes
         values = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), device), shapes[:-1])
@@ -175,7 +177,7 @@ class Chunked:
         work = zip(packed, replicas.per_worker(), replicas.ready(), strict=True)
         return self.clocks.start([partial(self._phase, k, *parts) for k, parts in enumerate(work)])
 
-    def _phase(self, k: int, chunks: list[Chunk], view: Tree, ready: jax.Array) -> Lap:
+    def _phase(self, k: int, chunks: list[Chunk], leaves: list[jax.Array], ready: jax.Array) -> Lap:
         """One worker's local phase, on its own thread."""
         device = self.devices[k]
         programs = self.ladders[device_kind(device)].programs
@@ -183,7 +185,7 @@ class Chunked:
         began = time.perf_counter()
         parts: Parts | None = None
         for chunk in chunks:
-            more = programs[chunk.rung][device](*view, chunk.rows, chunk.ctl)
+            more = programs[chunk.rung][device](leaves, chunk.rows, chunk.ctl)
             parts = more if parts is None else self._add[device](parts, more)
         if parts is None:
             parts = self._zeros[device]()

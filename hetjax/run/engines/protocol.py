@@ -46,7 +46,9 @@ class Rows:
 class Replicas(Protocol):
     """The parameters as the workers see them (see reduce.py)."""
 
-    def per_worker(self) -> list[Tree]: ...
+    def per_worker(self) -> list[list[jax.Array]]:
+        """The leaves of (params, model_state) on each local worker's device: trees are slow to take apart."""
+        ...
 
     def on_mesh(self) -> Tree: ...
 
