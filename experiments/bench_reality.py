@@ -25,7 +25,7 @@ from hetjax.plan.virtual_time import Trace, simulate
 from hetjax.run.trace_file import read_trace
 
 HERE = Path(__file__).resolve().parent
-BATCH, ROW_TIME = 256, 1.5e-3  # samples; seconds of one row at speed 1, some 20 times the real compute of this CNN
+BATCH, ROW_TIME = 256, 3e-3  # samples; seconds of one row at speed 1, some 40 times the real compute of this CNN
 TRACES = ("constant.json", "slowdown.json")
 
 
