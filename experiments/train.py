@@ -127,6 +127,7 @@ def train(
         batch_size=config.data.batch_size,
         controller=strategy.make_controller(),
         partition=strategy.partition,
+        sync=strategy.make_sync(),
         engine=strategy.engine,
         devices=devices,
         speeds=simulation,

@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hetjax import sync as syncs
 from hetjax.plan import controllers
 from hetjax.plan.controllers.protocol import Controller
 from hetjax.run.engines.choose import ENGINES
+from hetjax.sync.protocol import Sync
 
 PARTITIONS = ("global", "proportional")
-SYNCS = ("allreduce",)
+SYNCS = tuple(syncs.REGISTRY)
 
 # Named in the design, not built yet: asking for one is answered by a sentence, and --help does not offer it.
 _COMING = {
@@ -24,17 +26,21 @@ _WEIGHING = ("dp", "edp", "dbs")  # laws whose published form weighs the workers
 
 @dataclass(frozen=True)
 class Strategy:
-    """A choice along the four axes, and the controller's own options (see hetjax.plan.controllers)."""
+    """A choice along the four axes, and the own options of the controller (hetjax.plan.controllers) and the sync."""
 
     controller: str
     partition: str = "global"
     sync: str = "allreduce"
     engine: str = "auto"
     options: Mapping[str, Any] = field(default_factory=dict)
+    sync_options: Mapping[str, Any] = field(default_factory=dict)
     idea: str = ""  # one line for tables
 
     def make_controller(self) -> Controller:
         return controllers.make(self.controller, **self.options)
+
+    def make_sync(self) -> Sync:
+        return syncs.make(self.sync, **self.sync_options)
 
 
 PRESETS: dict[str, Strategy] = {
@@ -84,8 +90,10 @@ def resolve(
             raise ValueError(f"There is no {axis} {name!r}. Choose {_one_of(known[axis])}.")
     base = PRESETS[preset] if preset is not None else Strategy(controller or "balanced")
     chosen = replace(base, **given)
-    if given.get("controller", base.controller) != base.controller:
+    if chosen.controller != base.controller:
         chosen = replace(chosen, options={})
+    if chosen.sync != base.sync:
+        chosen = replace(chosen, sync_options={})
     chosen = replace(chosen, options={**chosen.options, **_options(chosen.controller, every, faithful)})
     _check(chosen)
     return preset or chosen.controller, chosen

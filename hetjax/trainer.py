@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import optax
 
+from hetjax import sync as syncs
 from hetjax.data.feed import Feed
 from hetjax.data.memory import MemorySource
 from hetjax.data.source import Source, fetch
@@ -24,16 +25,16 @@ from hetjax.plan.limits import Limits
 from hetjax.plan.partition import ProportionalSampler
 from hetjax.plan.sampler import Sampler, Step
 from hetjax.run.calibrate import time_local_phases
-from hetjax.run.clocks import Clocks, Lap, no_hold
+from hetjax.run.clocks import Lap, no_hold
 from hetjax.run.compiles import compiles
-from hetjax.run.contract import Objective
-from hetjax.run.engines import Engine, Program, Rows, choose, make_engine
-from hetjax.run.layout import Layout, Report
-from hetjax.run.local import eval_sums, layout_of, train_sums
+from hetjax.run.engines import Rows
+from hetjax.run.layout import Report
 from hetjax.run.reduce import Reduce, make_reduce, own_slots
+from hetjax.run.session import Session, open_session, shapes
 from hetjax.run.simulate import Simulation, constant
-from hetjax.run.update import State, optimiser_step, running_average, unchanged
+from hetjax.run.update import State, running_average, unchanged
 from hetjax.run.workers import Workers
+from hetjax.sync.protocol import Rule, Setting, Sync
 
 log = logging.getLogger("hetjax")
 Tree = Any
@@ -46,20 +47,6 @@ _MARGIN_SHARE = 8  # rows are fetched ahead with a margin of an eighth of the ba
 
 class NonFiniteError(FloatingPointError):
     """A loss or gradient was NaN or infinite; the parameters are those before that step."""
-
-
-@dataclass
-class _Session:
-    """Engine and layout compiled for one kind of rows, for training or for evaluation."""
-
-    key: Any
-    engine: Engine
-    clocks: Clocks
-    layout: Layout
-
-    def close(self) -> None:
-        self.engine.close()
-        self.clocks.close()
 
 
 @dataclass(frozen=True)
@@ -79,6 +66,7 @@ class Trainer:
     batch_size   samples per step over all workers, constant
     controller   a name ('balanced', 'equal', 'static', ...) or an object of the `Controller` protocol
     partition    'global': any samples of the batch for any worker; 'proportional': shards, cut once an epoch
+    sync         when the workers agree: 'allreduce' in every step, or another of `hetjax.sync`
     engine       'auto', 'chunked', 'looped' or 'masked'; transport: 'auto', 'psum' or 'hub'
     devices      the workers; None for all that JAX sees
     speeds       None for real speeds; a list of relative speeds, or a `Simulation`, to simulate unlike workers
@@ -96,6 +84,7 @@ class Trainer:
         batch_size: int,
         controller: str | Controller = "balanced",
         partition: str = "global",
+        sync: str | Sync = "allreduce",
         engine: str = "auto",
         transport: str = "auto",
         devices: Sequence[jax.Device] | None = None,
@@ -127,6 +116,7 @@ class Trainer:
         self.loss_fn, self.eval_fn, self.optimizer = loss_fn, eval_fn or loss_fn, optimizer
         self.batch_size, self.seed = int(batch_size), int(seed)
         self.controller: Controller = controllers.make(controller) if isinstance(controller, str) else controller
+        self.sync: Sync = syncs.make(sync) if isinstance(sync, str) else sync
         self.workers = Workers.of(devices)
         self.engine, self.transport, self.partition = engine, transport, partition
         self.quantum: int = quantum if quantum is not None else getattr(loss_fn, "quantum", 1)
@@ -144,7 +134,7 @@ class Trainer:
             "rungs": rungs,
             "complete": complete_ladder,
         }
-        self._sessions: dict[bool, _Session] = {}
+        self._sessions: dict[bool, Session] = {}
         self._shares_W = np.ones(len(self.workers))
         self._stop = False
 
@@ -185,9 +175,10 @@ class Trainer:
         sampler = _SAMPLERS[self.partition](len(source), self.batch_size, self.seed)
         end = self._end(state.cursor, sampler, epochs, steps, stop_at)
         session = self._session(state, source, train=True)
-        stateful = state.model_state is not None
-        finish = optimiser_step(self.optimizer, self.advance if stateful else None, self.ema_decay)
-        reduce = make_reduce(self.transport, self.workers, session.layout, finish, state.core)
+        advance = self.advance if state.model_state is not None else None
+        rule = Rule(self.optimizer, advance, self.ema_decay)
+        setting = Setting(self.workers, session.layout, rule, self.transport, len(source), self.batch_size)
+        reduce = self.sync.open(setting, state)
         feed = Feed(source, sampler)
         history = History(
             engine=session.engine.name,
@@ -210,9 +201,7 @@ class Trainer:
                 done, samples = done + 1, samples + flight.step.batch
                 record = _record(done, flight, report, now - last, now - began, samples)
                 last = now
-                params, model_state, opt_state, ema = reduce.core
-                cursor = state.cursor + flight.step.batch
-                state = State(params, model_state, opt_state, ema, step=done, cursor=cursor)
+                state = reduce.state(done, state.cursor + flight.step.batch)
                 ideal_s += self._ideal_seconds(flight)
                 history.records.append(record)
                 self._check_finite(record)
@@ -230,10 +219,15 @@ class Trainer:
                 log.warning(warning)
         return state, history
 
+    def answer(self, state: State) -> State:
+        """The state with one set of parameters, where the sync keeps several (see `hetjax.sync`)."""
+        return self.sync.answer(state)
+
     def evaluate(self, state: State, source: Source | Mapping[str, np.ndarray]) -> dict[str, float]:
         """Mean loss and metrics over every sample of a source, each exactly once, split like the training steps."""
         source = _as_source(source)
         sampler = Sampler(len(source), self.batch_size, shuffle=False)
+        state = self.answer(state)
         session = self._session(state, source, train=False)
         params = state.params if state.ema is None else state.ema
         reduce = make_reduce(self.transport, self.workers, session.layout, unchanged, (params, state.model_state))
@@ -269,7 +263,7 @@ class Trainer:
 
     def _steps(
         self,
-        session: _Session,
+        session: Session,
         reduce: Reduce,
         sampler: AnySampler,
         feed: Feed,
@@ -310,15 +304,15 @@ class Trainer:
             timed = not (disturbed or engine.compiling)
             plan = flight.plan
             weights = None if plan.weights_W is None else [float(plan.weights_W[i]) for i in self.workers.local]
-            reduce.step(laps, self._slots(plan, laps, timed), weights)
-            flying, state = flight, State(*state.core, step=state.step + 1, cursor=cursor)
+            reduce.step(laps, self._slots(plan, laps, timed), flight.step, weights)
+            flying, state = flight, replace(state, step=state.step + 1, cursor=cursor)
             if not more:
                 break
             flight = following
         yield flying, self._learn(flying, reduce, train, state.step - 1)
 
     def _plan(
-        self, session: _Session, sampler: AnySampler, feed: Feed, cursor: int, end: int, train: bool
+        self, session: Session, sampler: AnySampler, feed: Feed, cursor: int, end: int, train: bool
     ) -> tuple[_Flight, Any]:
         """Counts for the step at the cursor, and its rows laid out; the rows of the step after it are sent for."""
         limits = session.engine.limits()
@@ -392,51 +386,37 @@ class Trainer:
             return stop_at
         return cursor + sampler.size * (epochs if epochs is not None else steps or 0)
 
-    def _session(self, state: State, source: Source, *, train: bool) -> _Session:
+    def _session(self, state: State, source: Source, *, train: bool) -> Session:
         """Compile for the rows of this source, once; a second call with rows of the same shape compiles nothing."""
-        shape = lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype))
-        sample = fetch(source, np.zeros(1, np.int64))
-        row = jax.tree.map(lambda x: shape(x[0]), sample)
-        params, model_state = jax.tree.map(shape, (state.params, state.model_state))
-        key = str((row, params, model_state))
+        shape = shapes(state, fetch(source, np.zeros(1, np.int64)))
         if (known := self._sessions.get(train)) is not None:
-            if known.key == key:
+            if known.key == str(shape):
                 return known
             known.close()
-        stateful = state.model_state is not None
-        objective = Objective(self.loss_fn if train else self.eval_fn, stateful)
-        layout, exact_sync = layout_of(objective, params, model_state, row, max(self.quantum, 2), train=train)
-        name, why = choose(self.engine, self.workers, exact_sync)
-        if exact_sync and train and self.controller.name not in ("equal", "static"):
+        session = open_session(
+            self.loss_fn if train else self.eval_fn,
+            shape,
+            self.workers,
+            train=train,
+            engine=self.engine,
+            batch=self.batch_size,
+            quantum=self.quantum,
+            hold=self.simulation.hold if self.simulation is not None and train else no_hold,
+            wait_limit=self.wait_limit,
+            priced_by_rows=self.simulation is not None and train,
+            **self._engine_options,
+        )
+        if session.exact_sync and train and self.controller.name not in ("equal", "static"):
+            session.close()
             raise ValueError(
                 f"Exactly synchronised statistics make workers wait for each other inside the local phase, so their "
                 f"times say nothing about their speeds: controller {self.controller.name!r} cannot work. "
                 "Use 'equal' or 'static'."
             )
-        if train:
-            log.info("Engine %s: %s.", name, why)
-        hold = self.simulation.hold if self.simulation is not None and train else no_hold
-        clocks = Clocks(self.workers, hold, self.wait_limit)
-        program = Program(
-            (train_sums if train else eval_sums)(objective, layout),
-            layout.sizes,
-            layout.dtype,
-            params,
-            model_state,
-            row,
-        )
-        options = dict(self._engine_options)
-        if name != "chunked":
-            options = {"capacity": options["capacity"]}
-        else:
-            options["priced_by_rows"] = self.simulation is not None and train
-        engine = make_engine(
-            name, program, self.workers, clocks, batch=self.batch_size, quantum=self.quantum, **options
-        )
-        self._sessions[train] = _Session(key, engine, clocks, layout)
-        return self._sessions[train]
+        self._sessions[train] = session
+        return session
 
-    def _calibrate(self, session: _Session, reduce: Reduce, source: Source) -> None:
+    def _calibrate(self, session: Session, reduce: Reduce, source: Source) -> None:
         """Fix the simulated row time from equal phases of all workers at once."""
         assert self.simulation is not None
         sampler = Sampler(len(source), self.batch_size, shuffle=False)

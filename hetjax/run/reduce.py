@@ -20,10 +20,11 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jax.sharding import SingleDeviceSharding
 
+from hetjax.plan.sampler import Step
 from hetjax.run.clocks import Lap
 from hetjax.run.compiles import expected
 from hetjax.run.layout import HOST_SLOTS, SLOTS, Layout, Parts, Report
-from hetjax.run.update import Finish
+from hetjax.run.update import Finish, State
 from hetjax.run.workers import AXIS, Workers
 
 Tree = Any
@@ -35,12 +36,18 @@ def own_slots(seconds: float | None, rows: int, checksum: int, stop: bool) -> li
 
 
 class Reduce(Protocol):
-    """Holds what the devices hold (`core`) and moves it on by one step."""
+    """Holds what the devices hold and moves it on by one step."""
 
-    core: Any
+    name: str
 
-    def step(self, laps: Sequence[Lap], slots: Sequence[list[float]], weights: Sequence[float] | None = None) -> None:
+    def step(
+        self, laps: Sequence[Lap], slots: Sequence[list[float]], at: Step, weights: Sequence[float] | None = None
+    ) -> None:
         """Sum, and apply. `weights`: how often each local worker's gradients count; None: once, as is unbiased."""
+        ...
+
+    def state(self, step: int, cursor: int) -> State:
+        """What the devices hold now, after so many steps and samples."""
         ...
 
     def report(self) -> Report: ...
@@ -115,7 +122,9 @@ class Psum:
         with expected():
             return jax.jit(program, donate_argnums=0).lower(self.core, parts, wide(slots, np.float32)).compile()
 
-    def step(self, laps: Sequence[Lap], slots: Sequence[list[float]], weights: Sequence[float] | None = None) -> None:
+    def step(
+        self, laps: Sequence[Lap], slots: Sequence[list[float]], at: Step, weights: Sequence[float] | None = None
+    ) -> None:
         parts = tuple(self.workers.stack(part) for part in zip(*(lap.parts for lap in laps), strict=True))
         run, said = self._run, np.asarray(slots, np.float32)
         if weights is not None:
@@ -123,6 +132,9 @@ class Psum:
                 self._run_weighted = self._compile(HOST_SLOTS + 1)
             run, said = self._run_weighted, np.column_stack([said, np.asarray(weights, np.float32)])
         self.core, self._tail = run(self.core, parts, self.workers.from_host(list(said)))
+
+    def state(self, step: int, cursor: int) -> State:
+        return State.of(self.core, step, cursor)
 
     def report(self) -> Report:
         assert self._tail is not None
@@ -165,7 +177,9 @@ class Hub:
         with expected():
             return jax.jit(self._on_lead, donate_argnums=0).lower(*arguments).compile()
 
-    def step(self, laps: Sequence[Lap], slots: Sequence[list[float]], weights: Sequence[float] | None = None) -> None:
+    def step(
+        self, laps: Sequence[Lap], slots: Sequence[list[float]], at: Step, weights: Sequence[float] | None = None
+    ) -> None:
         parts_W = [jax.device_put(lap.parts, self.lead) for lap in laps]
         weight_W = np.ones(len(laps), np.float32) if weights is None else np.asarray(weights, np.float32)
         self.core, self._tail = self._run(self.core, parts_W, np.asarray(slots, np.float32), weight_W)
@@ -174,6 +188,9 @@ class Hub:
     def _spread(self) -> None:
         leaves = jax.tree.leaves(self.core[:2])
         self._views = [jax.device_put(leaves, device) for device in self.workers.devices]
+
+    def state(self, step: int, cursor: int) -> State:
+        return State.of(self.core, step, cursor)
 
     def report(self) -> Report:
         assert self._tail is not None

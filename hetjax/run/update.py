@@ -22,7 +22,8 @@ Finish = Callable[[Any, Sums], Any]  # (core, sums of the step) -> core
 class State:
     """Everything a run is made of: what the devices hold, and two integers of the host.
 
-    `cursor` counts the samples consumed since the start; with it any number of workers can go on.
+    `cursor` counts the samples consumed since the start; with it any number of workers can go on. A sync that keeps
+    several sets of parameters stacks them: all arrays then have a leading axis of `replicas`.
     """
 
     params: Tree
@@ -31,6 +32,13 @@ class State:
     ema: Tree  # exponential moving average of the parameters, or None
     step: int = 0
     cursor: int = 0
+    replicas: int = 0  # sets of parameters along a leading axis; 0: one set, without that axis
+    more: Tree = None  # what else a sync keeps on the devices, such as an exchange under way
+
+    @classmethod
+    def of(cls, core: Core, step: int, cursor: int) -> State:
+        params, model_state, opt_state, ema = core
+        return cls(params, model_state, opt_state, ema, step, cursor)
 
     @property
     def core(self) -> Core:

@@ -48,7 +48,7 @@ class Bench:
         step = Step(0, start, start + int(counts.sum()))
         reduce = self.reduces[transport]
         laps = self.clocks.wait(self.engine.start(reduce, self.engine.pack(Rows(batch, start), step, counts, seed=7)))
-        reduce.step(laps, [own_slots(lap.seconds, lap.rows, 0, False) for lap in laps])
+        reduce.step(laps, [own_slots(lap.seconds, lap.rows, 0, False) for lap in laps], step)
         return reduce.report(), reduce.core[2]
 
 

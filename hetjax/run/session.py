@@ -1,0 +1,72 @@
+"""A session: engine, clocks and layout made for one kind of rows, for training or for evaluation."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from hetjax.run.clocks import Clocks, Hold
+from hetjax.run.contract import Objective
+from hetjax.run.engines import Engine, Program, choose, make_engine
+from hetjax.run.layout import Layout
+from hetjax.run.local import eval_sums, layout_of, train_sums
+from hetjax.run.update import State
+from hetjax.run.workers import Workers
+
+log = logging.getLogger("hetjax")
+Tree = Any
+
+
+@dataclass
+class Session:
+    key: str  # the shapes it was made for
+    engine: Engine
+    clocks: Clocks
+    layout: Layout
+    exact_sync: bool  # workers wait for each other inside the local phase: their times say nothing
+
+    def close(self) -> None:
+        self.engine.close()
+        self.clocks.close()
+
+
+def shapes(state: State, sample: Tree) -> tuple[Tree, Tree, Tree]:
+    """Of one set of parameters, its model state, and one row of the batch `sample`."""
+    inner = lambda x: jax.ShapeDtypeStruct(np.shape(x)[1:], jax.dtypes.canonicalize_dtype(x.dtype))
+    whole = lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype))
+    of_one = inner if state.replicas else whole
+    return jax.tree.map(of_one, state.params), jax.tree.map(of_one, state.model_state), jax.tree.map(inner, sample)
+
+
+def open_session(
+    loss_fn: Callable[..., Any],
+    shape: tuple[Tree, Tree, Tree],
+    workers: Workers,
+    *,
+    train: bool,
+    engine: str,
+    batch: int,
+    quantum: int,
+    hold: Hold,
+    wait_limit: float,
+    capacity: Any,
+    **ladder: Any,
+) -> Session:
+    """Compile for parameters, model state and rows of these shapes."""
+    params, model_state, row = shape
+    objective = Objective(loss_fn, model_state is not None)
+    layout, exact_sync = layout_of(objective, params, model_state, row, max(quantum, 2), train=train)
+    name, why = choose(engine, workers, exact_sync)
+    if train:
+        log.info("Engine %s: %s.", name, why)
+    clocks = Clocks(workers, hold, wait_limit)
+    sums = (train_sums if train else eval_sums)(objective, layout)
+    program = Program(sums, layout.sizes, layout.dtype, params, model_state, row)
+    options = ladder if name == "chunked" else {}
+    made = make_engine(name, program, workers, clocks, batch=batch, quantum=quantum, capacity=capacity, **options)
+    return Session(str(shape), made, clocks, layout, exact_sync)

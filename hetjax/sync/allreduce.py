@@ -1,0 +1,25 @@
+"""Agree in every step: gradients are summed over all workers and all apply the same update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hetjax.run.reduce import Reduce, make_reduce
+from hetjax.run.update import State
+from hetjax.sync.protocol import Setting
+
+
+class AllReduce:
+    name = "allreduce"
+
+    def open(self, setting: Setting, state: State) -> Reduce:
+        return make_reduce(setting.transport, setting.workers, setting.layout, setting.rule.finish(), state.core)
+
+    def answer(self, state: State) -> State:
+        return state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        pass
