@@ -52,8 +52,8 @@ def find_home(proc: Path = Path("/proc/self")) -> Home:
 def _candidates(mounts: str, groups: str) -> Iterator[Home]:
     own: dict[str, str] = {}
     for line in groups.splitlines():
-        _, controllers, path = line.split(":", 2)
-        own |= dict.fromkeys(controllers.split(","), path)
+        _, controllers, group = line.split(":", 2)
+        own |= dict.fromkeys(controllers.split(","), group)
     for line in mounts.splitlines():
         _, where, kind, options = line.split(" ")[:4]
         where = where.replace("\\040", " ")
