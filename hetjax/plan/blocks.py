@@ -1,0 +1,141 @@
+"""Blocks: which worker owns which sample, for good. Made at random here, by submodular greedy in plan/submodular."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hetjax.plan.limits import Limits
+from hetjax.plan.rounding import largest_remainder
+
+_FORMAT = "hetjax blocks 1"
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A partition of a data set: every sample has one owner."""
+
+    owner_D: np.ndarray  # int64, the worker of each sample
+    classes_D: np.ndarray  # int64, labels or pseudo-classes, each of which was shared out by the rates
+    rates_W: np.ndarray  # float64, what the sizes of the blocks follow
+    settings: Mapping[str, Any] = field(default_factory=dict)  # how it was made, as plain JSON values
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "owner_D", np.asarray(self.owner_D, np.int64))
+        object.__setattr__(self, "classes_D", np.asarray(self.classes_D, np.int64))
+        object.__setattr__(self, "rates_W", checked_rates(self.rates_W))
+        if self.owner_D.ndim != 1 or self.owner_D.shape != self.classes_D.shape:
+            raise ValueError(
+                f"Blocks got {self.owner_D.shape} owners and {self.classes_D.shape} classes: expected one of each per "
+                "sample."
+            )
+        if len(self.owner_D) == 0 or self.owner_D.min() < 0 or self.owner_D.max() >= self.workers:
+            raise ValueError(f"Every sample needs an owner from 0 to {self.workers - 1}, and there has to be a sample.")
+
+    @property
+    def size(self) -> int:
+        return len(self.owner_D)
+
+    @property
+    def workers(self) -> int:
+        return len(self.rates_W)
+
+    @property
+    def sizes_W(self) -> np.ndarray:
+        return np.bincount(self.owner_D, minlength=self.workers)
+
+    @property
+    def indices(self) -> list[np.ndarray]:
+        """The samples of each worker, in ascending order."""
+        by_owner_D = np.argsort(self.owner_D, kind="stable")
+        return np.split(by_owner_D, np.cumsum(self.sizes_W)[:-1])
+
+    def save(self, path: str | Path) -> None:
+        """Write to an .npz file of plain arrays."""
+        with Path(path).open("wb") as file:
+            np.savez_compressed(
+                file,
+                format=np.array(_FORMAT),
+                owner=self.owner_D,
+                classes=self.classes_D,
+                rates=self.rates_W,
+                settings=np.array(json.dumps(dict(self.settings))),
+            )
+
+    @classmethod
+    def load(cls, path: str | Path) -> Blocks:
+        """Read what `save` wrote."""
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                kept = {name: file[name] for name in ("format", "owner", "classes", "rates", "settings")}
+            if str(kept["format"]) != _FORMAT:
+                raise ValueError(f"its format is {str(kept['format'])!r}, expected {_FORMAT!r}")
+            settings = json.loads(str(kept["settings"]))
+        except FileNotFoundError:
+            raise FileNotFoundError(f"There is no file {path} with blocks: make one with 'hetjax partition'.") from None
+        except Exception as error:
+            raise ValueError(f"{path} does not hold blocks ({error}): make it anew with 'hetjax partition'.") from error
+        return cls(kept["owner"], kept["classes"], kept["rates"], settings)
+
+    def renamed(self, **settings: Any) -> Blocks:
+        """The same blocks with more said about how they were made."""
+        return replace(self, settings={**self.settings, **settings})
+
+
+def checked_rates(rates_W: Sequence[float] | np.ndarray) -> np.ndarray:
+    rates_W = np.asarray(rates_W, np.float64)
+    if rates_W.ndim != 1 or not (np.all(rates_W >= 0) and 0 < rates_W.sum() < np.inf):
+        raise ValueError(
+            f"The rates are {rates_W.tolist()}; expected one number per worker, zero or more, not all zero."
+        )
+    return rates_W
+
+
+def quotas(class_sizes_L: np.ndarray, rates_W: np.ndarray, *, carry: bool = True) -> np.ndarray:
+    """C[l, j] = |V_l| r_j / sum r in whole samples by largest remainder; every class sums to its size.
+
+    `carry`: what rounding owes a worker in one class counts in the next, so that the blocks follow the rates too.
+    Without it, as published, classes of 3 samples at rates 4:2:1:1 are all cut 2:1:0:0 and two workers stay empty.
+    """
+    share_W = checked_rates(rates_W) / np.sum(rates_W)
+    quota_LxW = np.zeros((len(class_sizes_L), len(share_W)), np.int64)
+    owed_W = np.zeros(len(share_W))
+    for row_W, size in zip(quota_LxW, np.asarray(class_sizes_L).tolist(), strict=True):
+        ideal_W = size * share_W + (owed_W if carry else 0.0)
+        row_W[:] = largest_remainder(np.maximum(ideal_W, 0.0), Limits.plain(len(share_W), size), size)
+        owed_W = ideal_W - row_W
+    return quota_LxW
+
+
+def random_blocks(classes_D: np.ndarray, rates_W: np.ndarray, seed: int = 0) -> Blocks:
+    """Any samples for any worker, as many as its rate says."""
+    whole_1xW = quotas(np.array([len(classes_D)]), rates_W)
+    owner_D = _dealt(np.zeros(len(classes_D), np.int64), whole_1xW, seed)
+    return Blocks(owner_D, classes_D, checked_rates(rates_W), {"name": "random", "seed": seed})
+
+
+def class_balanced_blocks(classes_D: np.ndarray, rates_W: np.ndarray, seed: int = 0) -> Blocks:
+    """Within every class any samples for any worker, as many as its rate says."""
+    numbers_D, sizes_L = numbered(classes_D)
+    owner_D = _dealt(numbers_D, quotas(sizes_L, rates_W), seed)
+    return Blocks(owner_D, classes_D, checked_rates(rates_W), {"name": "class-balanced", "seed": seed})
+
+
+def numbered(classes_D: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Classes as 0, 1, 2, ... in the order of their names, and the size of each."""
+    _, numbers_D, sizes_L = np.unique(classes_D, return_inverse=True, return_counts=True)
+    return numbers_D, sizes_L
+
+
+def _dealt(numbers_D: np.ndarray, quota_LxW: np.ndarray, seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    owner_D = np.empty(len(numbers_D), np.int64)
+    for number, quota_W in enumerate(quota_LxW):
+        members = rng.permutation(np.flatnonzero(numbers_D == number))
+        owner_D[members] = np.repeat(np.arange(len(quota_W)), quota_W)
+    return owner_D
