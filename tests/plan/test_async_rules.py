@@ -1,0 +1,109 @@
+"""The rules of the Hogbatch family on numbers worked out by hand."""
+
+import numpy as np
+import pytest
+
+from hetjax.plan.batch_bounds import BatchBounds
+from hetjax.plan.batch_rule import adapted_batch
+from hetjax.plan.merge_rule import merge_weights, moved_batches
+from hetjax.plan.rate_scale import rate_scale
+
+BOUNDS = BatchBounds(np.array([8, 16]), np.array([64, 256]))
+
+
+def asked(requests, batch, updates, **options):
+    """Batches that a sequence of requests gets; a request counts as an update once it is made."""
+    batch_W, updates_W = np.array(batch), np.array(updates)
+    given = []
+    for worker in requests:
+        batch_W[worker] = adapted_batch(worker, batch_W, updates_W, BOUNDS, **options)
+        given.append(int(batch_W[worker]))
+        updates_W[worker] += 1
+    return given
+
+
+def test_as_published_a_worker_behind_halves_and_one_ahead_doubles():
+    # u before each request: 0,0 | 1,0 | 2,0 | 3,0 | 3,1 | 3,2 | 3,3 | 4,3
+    requests = [0, 0, 0, 1, 1, 1, 0, 0]
+    assert asked(requests, [8, 256], [0, 0], dead_zone=0) == [8, 16, 32, 128, 64, 32, 32, 64]
+
+
+def test_within_the_dead_zone_nothing_moves():
+    # 0 is ahead by 0, 1, ..., 4 (held), 5 and 6 (doubled); then 1 is behind by 7, 6, 5 (halved) and 4 (held)
+    requests = [0] * 7 + [1] * 4
+    assert asked(requests, [8, 256], [0, 0]) == [8, 8, 8, 8, 8, 16, 32, 128, 64, 32, 32]
+
+
+def test_batches_stay_within_the_bounds_of_the_worker():
+    assert asked([0] * 6, [32, 256], [10, 0]) == [64] * 6
+    assert asked([1] * 6, [8, 32], [99, 0]) == [16] * 6
+
+
+def test_a_dead_zone_keeps_the_slow_workers_batch_from_flipping():
+    """Worker 1 is three times slower by the sample and its batch has to settle between 16 and 32."""
+    bounds = BatchBounds(np.array([64, 8]), np.array([64, 64]))
+
+    def changes(dead_zone):
+        batch_W, updates_W, seen = np.array([64, 8]), np.zeros(2, int), []
+        clock_W = np.zeros(2)
+        for _ in range(300):
+            worker = int(np.argmin(clock_W))
+            batch_W[worker] = adapted_batch(worker, batch_W, updates_W, bounds, dead_zone=dead_zone)
+            updates_W[worker] += 1
+            clock_W[worker] += batch_W[worker] * (1 if worker == 0 else 3)
+            if worker == 1:
+                seen.append(int(batch_W[1]))
+        return np.mean(np.diff(seen[5:]) != 0)
+
+    assert changes(0) > 0.3
+    assert changes(4) < changes(0) / 2
+
+
+def test_a_worker_alone_keeps_its_batch_and_those_who_left_do_not_count():
+    alone = BatchBounds(np.array([8]), np.array([64]))
+    assert adapted_batch(0, np.array([32]), np.array([50]), alone) == 32
+    batch_W, updates_W = np.array([32, 64]), np.array([9, 0])
+    assert adapted_batch(0, batch_W, updates_W, BOUNDS) == 64
+    assert adapted_batch(0, batch_W, updates_W, BOUNDS, taking_part_W=np.array([True, False])) == 32
+
+
+def test_bounds_come_from_the_capacity_in_whole_groups():
+    bounds = BatchBounds.of(np.array([256, 100]), quantum=8)
+    assert (bounds.lower_W.tolist(), bounds.upper_W.tolist()) == ([16, 8], [256, 96])
+    assert [bounds.clip(1, n) for n in (1, 11, 12, 90, 500)] == [8, 8, 16, 88, 96]
+    assert bounds.by_kind(np.array([True, False])).tolist() == [256, 8]
+    assert bounds.by_speed(np.array([3, 1]), 160).tolist() == [120, 40]
+    with pytest.raises(ValueError, match="smallest batch of 300"):
+        BatchBounds.of(np.array([256]), lower_W=np.array([300]))
+
+
+def test_replicas_weigh_by_updates_and_by_batch_where_these_are_equal():
+    assert merge_weights(np.array([1, 3]), np.array([64, 8])).tolist() == [0.25, 0.75]
+    assert merge_weights(np.array([2, 2]), np.array([96, 32])).tolist() == [0.75, 0.25]
+    assert merge_weights(np.array([0, 5, 0]), np.array([9, 9, 9])).tolist() == [0, 1, 0]
+    with pytest.raises(ValueError, match="nothing to merge"):
+        merge_weights(np.zeros(2), np.ones(2))
+
+
+def test_batches_move_with_the_distance_from_the_mean_of_updates():
+    # beta 4 and 8; mean of 2 and 6 is 4: 40 + 4 x -2, 40 + 8 x 2
+    assert moved_batches(np.array([40, 40]), np.array([2, 6]), BOUNDS).tolist() == [32, 56]
+    assert moved_batches(np.array([10, 250]), np.array([0, 9]), BOUNDS).tolist() == [8, 256]
+    # 20 + .25 x .5 and -.5: kept as fractions
+    assert moved_batches(np.array([20, 20]), np.array([1, 0]), BOUNDS, np.array([0.25, 0.25])).tolist() == [
+        20.125, 19.875,
+    ]  # fmt: skip
+
+
+def test_the_rate_follows_the_batch_up_to_a_cap():
+    assert [rate_scale(b, 32) for b in (1, 16, 32, 64, 128, 512)] == [1 / 32, 0.5, 1, 2, 4, 4]
+    assert rate_scale(512, 32, cap=None) == 16
+    with pytest.raises(ValueError, match="above 0"):
+        rate_scale(0, 32)
+
+
+def test_scaling_without_a_cap_diverges_where_the_cap_holds():
+    """A quadratic of curvature 1, batches of 16 times the reference, lr 0.2: x <- x (1 - 0.2 x 16)."""
+    after = lambda cap: (1 - 0.2 * rate_scale(512, 32, cap)) ** 31
+    assert abs(after(None)) > 1e10
+    assert abs(after(4.0)) < 1e-20
