@@ -1,19 +1,23 @@
-"""Which samples a worker gets: disjoint shards that follow the shares, cut anew every epoch.
+"""Which samples a worker gets: disjoint shards that follow the shares, cut anew every epoch, or blocks of its own.
 
 The default of training is the global order, where the split does not decide who sees what. The published methods give
 every worker a shard of its own; these are their rules with the errors taken out: DBS (arXiv 2007.11831) cuts int(p_i D)
 of a fixed permutation, dynamic partition (arXiv 2110.08941) overlapping prefixes. Here every sample is in exactly one
-shard, and all workers finish the epoch in the same number of steps.
+shard, and all workers finish the epoch in the same number of steps. RCD-SGD (arXiv 2211.00839) cuts once for good.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hetjax.plan.controllers.protocol import Plan
-from hetjax.plan.sampler import Decide, Sampler, Step
+from hetjax.plan.sampler import Decide, Sampler, Step, permute
+
+_GOLDEN = 0x9E3779B97F4A7C15  # an odd constant: multiples of it are different seeds
 
 
 @dataclass(frozen=True)
@@ -63,25 +67,28 @@ def proportional_shards(order_D: np.ndarray, share_W: np.ndarray, batch: int) ->
     return Shards(order_D, start_W1, max(-(-len(order_D) // batch), 1))
 
 
-class ProportionalSampler:
-    """A sampler whose workers read shards of their own: the partition `proportional`.
+class ShardedSampler(ABC):
+    """A sampler whose workers read shards of their own.
 
-    The plan of an epoch's first step sets the shares for the whole epoch. Positions of the epoch's order run through
-    the steps, and within a step through the workers, so that everything else works as with the global order. An epoch
-    has as many steps as there, of even size instead of a short last one.
+    Positions of the epoch's order run through the steps, and within a step through the workers, so that everything
+    else works as with the global order. An epoch has as many steps as there, of even size instead of a short last one.
     """
 
     def __init__(self, size: int, batch: int, seed: int = 0):
         self.order = Sampler(size, batch, seed)
-        self.size, self.batch = size, batch
+        self.size, self.batch, self.seed = size, batch, seed
         self.even = -(-size // self.order.steps_per_epoch())  # what a step has, or a few less: never above capacities
         self._epoch = -1
+
+    @abstractmethod
+    def shards(self, epoch: int, decide: Decide) -> tuple[Shards, Plan]:
+        """The cut of an epoch, and the plan whose counts are replaced by those of its steps."""
 
     def next(self, cursor: int, decide: Decide) -> tuple[Step, Plan]:
         """The step at the cursor, and the counts that the epoch's shards give it."""
         epoch, start = divmod(cursor, self.size)
         if epoch != self._epoch:
-            self._cut(epoch, decide(self.even, epoch))
+            self._cut(epoch, *self.shards(epoch, decide))
         k = int(np.searchsorted(self._starts_S, start))
         if k == len(self._starts_S) or self._starts_S[k] != start:
             raise ValueError(
@@ -92,10 +99,8 @@ class ProportionalSampler:
         step = Step(epoch, start, start + int(counts_W.sum()))
         return step, replace(self._plan, counts_W=counts_W, changed=self._plan.changed and k == 0)
 
-    def _cut(self, epoch: int, plan: Plan) -> None:
-        order_D = self.order.indices(epoch, 0, self.size)
-        shards = proportional_shards(order_D, plan.counts_W, self.batch)
-        batches = [shards.batch(i, k) for k in range(shards.steps) for i in range(len(plan.counts_W))]
+    def _cut(self, epoch: int, shards: Shards, plan: Plan) -> None:
+        batches = [shards.batch(i, k) for k in range(shards.steps) for i in range(len(shards.sizes_W))]
         counts_SxW = np.array([shards.counts(k) for k in range(shards.steps)])
         counts_SxW = counts_SxW[counts_SxW.any(axis=1)]  # with hardly a sample per worker a step may come out empty
         self._epoch, self._plan, self._counts_SxW = epoch, plan, counts_SxW
@@ -113,3 +118,40 @@ class ProportionalSampler:
     def indices(self, epoch: int, start: int, stop: int) -> np.ndarray:
         """The samples at positions start .. stop-1 of the epoch that was cut last."""
         return self._arranged_D[start:stop]
+
+
+class ProportionalSampler(ShardedSampler):
+    """The partition `proportional`: the plan of an epoch's first step sets the shares for the whole epoch."""
+
+    def shards(self, epoch: int, decide: Decide) -> tuple[Shards, Plan]:
+        plan = decide(self.even, epoch)
+        return proportional_shards(self.order.indices(epoch, 0, self.size), plan.counts_W, self.batch), plan
+
+
+class BlockSampler(ShardedSampler):
+    """Fixed blocks: a worker reads the same samples every epoch, in an order of its own from (seed, epoch, worker).
+
+    Any blocks will do that hold every sample once: submodular ones, random ones. Their sizes alone set the counts, so
+    no controller is asked.
+    """
+
+    def __init__(self, blocks: Sequence[np.ndarray], batch: int, seed: int = 0):
+        self.blocks = [np.asarray(block, np.int64) for block in blocks]
+        every_D = np.concatenate(self.blocks) if self.blocks else np.zeros(0, np.int64)
+        super().__init__(len(every_D), batch, seed)
+        if not np.array_equal(np.sort(every_D), np.arange(self.size)):
+            raise ValueError(
+                f"The blocks name {self.size:,} samples, but not each from 0 to {self.size - 1:,} once: every sample "
+                "has to be in exactly one block."
+            )
+
+    def shards(self, epoch: int, decide: Decide) -> tuple[Shards, Plan]:
+        order_D = np.concatenate([self._read(worker, epoch) for worker in range(len(self.blocks))])
+        start_W1 = np.cumsum([0, *map(len, self.blocks)])
+        shards = Shards(order_D, start_W1, self.order.steps_per_epoch())
+        return shards, Plan(shards.counts(0), reason="blocks of the partition")
+
+    def _read(self, worker: int, epoch: int) -> np.ndarray:
+        block = self.blocks[worker]
+        own = permute(np.arange(len(block)), len(block), self.seed + (worker + 1) * _GOLDEN, epoch)
+        return block[own]

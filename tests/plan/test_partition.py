@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hetjax.plan.controllers import Observation, make
 from hetjax.plan.controllers.protocol import Plan
 from hetjax.plan.limits import Limits
-from hetjax.plan.partition import ProportionalSampler, proportional_shards
+from hetjax.plan.partition import BlockSampler, ProportionalSampler, proportional_shards
 
 
 @given(
@@ -103,3 +103,62 @@ def test_a_published_law_learns_from_steps_of_shards(law):
         controller.observe(Observation(plan.counts_W, limits.work(plan.counts_W), times_W, step.epoch))
         cursor += step.batch
     np.testing.assert_allclose(plan.counts_W / plan.counts_W.sum(), speed_W / speed_W.sum(), atol=0.02)
+
+
+def refuse(batch, epoch):
+    raise AssertionError("fixed blocks ask no controller")
+
+
+@given(
+    sizes=st.lists(st.integers(0, 60), min_size=1, max_size=5).filter(any),
+    batch=st.integers(1, 60),
+    seed=st.integers(0, 9),
+)
+def test_fixed_blocks_are_read_once_an_epoch_by_their_owner(sizes, batch, seed):
+    total = sum(sizes)
+    blocks = np.split(np.random.default_rng(seed).permutation(total), np.cumsum(sizes)[:-1])
+    sampler = BlockSampler(blocks, batch, seed)
+    cursor, steps, epochs = 0, 0, [[[] for _ in sizes] for _ in range(2)]
+    while cursor < 2 * total:
+        step, plan = sampler.next(cursor, refuse)
+        assert sampler.ahead(cursor) == step
+        assert plan.counts_W.sum() == step.batch > 0
+        assert (abs(plan.counts_W - np.array(sizes) * step.batch / total) < len(sizes) + 1).all()
+        rows = sampler.indices(step.epoch, step.start, step.stop)
+        for worker, (lo, hi) in enumerate(pairwise(plan.bounds_W1)):
+            epochs[step.epoch][worker] += rows[lo:hi].tolist()
+        cursor, steps = cursor + step.batch, steps + 1
+    assert steps <= sampler.steps_between(0, 2 * total)
+    assert batch < len(sizes) or steps == sampler.steps_between(0, 2 * total)
+    for read in epochs:
+        assert [sorted(own) for own in read] == [sorted(block.tolist()) for block in blocks]
+
+
+def test_fixed_blocks_follow_seed_epoch_and_worker_and_can_be_resumed_anywhere():
+    blocks = [np.arange(40), np.arange(40, 80), np.arange(80, 100)]
+    sampler, places = BlockSampler(blocks, 10, seed=3), [0]
+    read = {}
+    for _ in range(20):
+        step, plan = sampler.next(places[-1], refuse)
+        read[places[-1]] = (step, plan.counts_W.tolist(), sampler.indices(step.epoch, step.start, step.stop).tolist())
+        places.append(places[-1] + step.batch)
+    assert places[-1] == 200
+    assert {tuple(counts) for _, counts, _ in read.values()} == {(4, 4, 2)}
+    for cursor in (0, 50, 110):
+        fresh = BlockSampler(blocks, 10, seed=3)
+        step, plan = fresh.next(cursor, refuse)
+        assert (step, plan.counts_W.tolist(), fresh.indices(step.epoch, step.start, step.stop).tolist()) == read[cursor]
+    order = lambda seed, epoch, worker: BlockSampler(blocks, 10, seed)._read(worker, epoch) % 40
+    first = order(3, 0, 0)
+    assert not any(np.array_equal(first, other) for other in (order(4, 0, 0), order(3, 1, 0), order(3, 0, 1)))
+
+
+@pytest.mark.parametrize("blocks", [[[0, 1], [1, 2]], [[0, 1], [3]], [[0, -1]]])
+def test_blocks_that_are_no_partition_are_refused(blocks):
+    with pytest.raises(ValueError, match="in exactly one block"):
+        BlockSampler(blocks, 2)
+
+
+def test_no_blocks_at_all_are_refused():
+    with pytest.raises(ValueError, match="empty"):
+        BlockSampler([], 2)
