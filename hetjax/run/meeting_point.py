@@ -1,0 +1,74 @@
+"""The address where processes find each other: read, checked to be free, waited for, with sentences for people."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import time
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """HOST:PORT or [HOST]:PORT as host and port."""
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"The address {address!r} is not HOST:PORT with a port from 1 to 65535, such as node0:29500.")
+    return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address can be reached from this machine only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def free_port(host: str) -> int:
+    """A port that nobody listens on."""
+    with socket.create_server((_resolved(host), 0), family=_family(host)) as server:
+        return server.getsockname()[1]
+
+
+def check_free(address: str) -> None:
+    """Raise an OSError that says so if nothing can listen there: a port in use, another machine's address."""
+    host, port = split_address(address)
+    try:
+        socket.create_server((_resolved(host), port), family=_family(host)).close()
+    except PermissionError as error:
+        raise OSError(f"Port {port} needs privileges: take one from 1024 up.") from error
+    except OSError as error:
+        raise OSError(
+            f"Process 0 cannot listen on {address}: {error.strerror or error}. Is the port taken, perhaps by a run "
+            "that is still there, or is the address another machine's? Give another port."
+        ) from error
+
+
+def wait_until_reachable(address: str, limit: float) -> None:
+    """Return when something listens there; raise a TimeoutError after `limit` seconds, at once for unknown names."""
+    host, port = split_address(address)
+    _resolved(host)
+    deadline, why = time.monotonic() + limit, "no answer"
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            socket.create_connection((host, port), timeout=max(0.1, min(5.0, left))).close()
+        except OSError as error:
+            why = error.strerror or str(error) or "no answer"
+            time.sleep(min(0.1, max(0.0, left)))
+        else:
+            return
+    raise TimeoutError(
+        f"The coordinator {address} cannot be reached: {why}, for {limit:.0f} s. Check that process 0 was started and "
+        "the address, port and firewall."
+    )
+
+
+def _resolved(host: str) -> str:
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except socket.gaierror as error:
+        raise ValueError(f"The host {host!r} is not known here ({error.strerror}).") from error
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in _resolved(host) else socket.AF_INET
