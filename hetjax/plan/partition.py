@@ -8,16 +8,20 @@ shard, and all workers finish the epoch in the same number of steps. RCD-SGD (ar
 
 from __future__ import annotations
 
+import base64
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 
 from hetjax.plan.controllers.protocol import Plan
-from hetjax.plan.sampler import Decide, Sampler, Step, permute
+from hetjax.plan.sampler import Decide, Sampler, Step, check_same_samples, permute
 
 _GOLDEN = 0x9E3779B97F4A7C15  # an odd constant: multiples of it are different seeds
+Unread = Callable[[np.ndarray], np.ndarray]  # of these samples, those not yet read in this epoch
 
 
 @dataclass(frozen=True)
@@ -72,23 +76,49 @@ class ShardedSampler(ABC):
 
     Positions of the epoch's order run through the steps, and within a step through the workers, so that everything
     else works as with the global order. An epoch has as many steps as there, of even size instead of a short last one.
+
+    A run that stopped inside an epoch goes on with the same cut if that still fits; else, as with another number of
+    workers, the samples not yet read are cut anew. Either way every sample comes once.
     """
+
+    partition: ClassVar[str]
 
     def __init__(self, size: int, batch: int, seed: int = 0):
         self.order = Sampler(size, batch, seed)
         self.size, self.batch, self.seed = size, batch, seed
-        self.even = -(-size // self.order.steps_per_epoch())  # what a step has, or a few less: never above capacities
-        self._epoch = -1
+        self.even = self.even_step(size)
+        self._epoch, self._first = -1, 0  # the epoch that was cut last, and from which position on
+        self._read_D: np.ndarray | None = None  # whether a sample was read before that position
+        self._resumed: Mapping[str, Any] | None = None
+
+    def even_step(self, samples: int) -> int:
+        """What a step has when so many are left in an epoch, or a few less: never above capacities."""
+        return -(-samples // self.steps_for(samples))
+
+    def steps_for(self, samples: int) -> int:
+        return max(-(-samples // self.batch), 1)
 
     @abstractmethod
-    def shards(self, epoch: int, decide: Decide) -> tuple[Shards, Plan]:
-        """The cut of an epoch, and the plan whose counts are replaced by those of its steps."""
+    def shards(self, epoch: int, unread: Unread, plan: Plan) -> Shards:
+        """The cut of what is unread in an epoch."""
+
+    @abstractmethod
+    def plan(self, epoch: int, samples: int, decide: Decide) -> Plan:
+        """What a cut of so many samples follows; its counts are replaced by those of the steps."""
+
+    @abstractmethod
+    def cut_dict(self, plan: Plan) -> dict[str, Any]:
+        """What tells this cut from others, as plain JSON values."""
+
+    @abstractmethod
+    def same_cut(self, saved: Mapping[str, Any], plan: Plan) -> Plan | None:
+        """The plan of a cut that `cut_dict` described, if it fits today's workers."""
 
     def next(self, cursor: int, decide: Decide) -> tuple[Step, Plan]:
         """The step at the cursor, and the counts that the epoch's shards give it."""
         epoch, start = divmod(cursor, self.size)
         if epoch != self._epoch:
-            self._cut(epoch, *self.shards(epoch, decide))
+            self._begin(epoch, start, decide)
         k = int(np.searchsorted(self._starts_S, start))
         if k == len(self._starts_S) or self._starts_S[k] != start:
             raise ValueError(
@@ -99,12 +129,31 @@ class ShardedSampler(ABC):
         step = Step(epoch, start, start + int(counts_W.sum()))
         return step, replace(self._plan, counts_W=counts_W, changed=self._plan.changed and k == 0)
 
-    def _cut(self, epoch: int, shards: Shards, plan: Plan) -> None:
+    def _begin(self, epoch: int, start: int, decide: Decide) -> None:
+        """Cut an epoch that is entered at this position."""
+        plan, saved = self.plan(epoch, self.size - start, decide), self._resumed
+        if start > 0 and saved is not None and saved.get("epoch") == epoch:
+            if (same := self.same_cut(saved["cut"], plan)) is not None:
+                self._cut(epoch, saved["first"], _mask(saved["read_before"], self.size), same)
+            else:
+                self._cut(epoch, start, _mask(saved["read"], self.size), plan)
+        elif start > 0 and saved is not None and saved["partition"] == Sampler.partition:
+            read_D = np.zeros(self.size, bool)
+            read_D[self.order.indices(epoch, 0, start)] = True
+            self._cut(epoch, start, read_D, plan)
+        else:
+            self._cut(epoch, 0, None, plan)
+
+    def _cut(self, epoch: int, first: int, read_D: np.ndarray | None, plan: Plan) -> None:
+        unread = (lambda samples: samples) if read_D is None else (lambda samples: samples[~read_D[samples]])
+        shards = self.shards(epoch, unread, plan)
         batches = [shards.batch(i, k) for k in range(shards.steps) for i in range(len(shards.sizes_W))]
         counts_SxW = np.array([shards.counts(k) for k in range(shards.steps)])
         counts_SxW = counts_SxW[counts_SxW.any(axis=1)]  # with hardly a sample per worker a step may come out empty
-        self._epoch, self._plan, self._counts_SxW = epoch, plan, counts_SxW
-        self._arranged_D, self._starts_S = np.concatenate(batches), np.cumsum([0, *counts_SxW.sum(axis=1)])[:-1]
+        self._epoch, self._first, self._read_D = epoch, first, read_D
+        self._plan, self._counts_SxW = plan, counts_SxW
+        self._arranged = np.concatenate(batches)
+        self._starts_S = first + np.cumsum([0, *counts_SxW.sum(axis=1)])[:-1]
 
     def ahead(self, cursor: int) -> Step | None:
         """The step at a cursor that has not been planned, if it can be known: within the epoch that was cut last."""
@@ -117,15 +166,50 @@ class ShardedSampler(ABC):
 
     def indices(self, epoch: int, start: int, stop: int) -> np.ndarray:
         """The samples at positions start .. stop-1 of the epoch that was cut last."""
-        return self._arranged_D[start:stop]
+        return self._arranged[start - self._first : stop - self._first]
+
+    def state_dict(self, cursor: int) -> dict[str, Any]:
+        """How the cursor's epoch is cut and what was read of it, as plain JSON values."""
+        known = {"partition": self.partition, "samples": self.size}
+        epoch, start = divmod(cursor, self.size)
+        if epoch != self._epoch or start == 0:
+            return known
+        read_D = np.zeros(self.size, bool) if self._read_D is None else self._read_D.copy()
+        read_D[self.indices(epoch, self._first, start)] = True
+        return known | {
+            "epoch": epoch,
+            "first": self._first,
+            "read_before": _text(self._read_D),
+            "read": _text(read_D),
+            "cut": self.cut_dict(self._plan),
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any], cursor: int) -> None:
+        """Go on inside an epoch, whichever partition it was begun with."""
+        check_same_samples(saved, self.size)
+        self._resumed = saved
 
 
 class ProportionalSampler(ShardedSampler):
     """The partition `proportional`: the plan of an epoch's first step sets the shares for the whole epoch."""
 
-    def shards(self, epoch: int, decide: Decide) -> tuple[Shards, Plan]:
-        plan = decide(self.even, epoch)
-        return proportional_shards(self.order.indices(epoch, 0, self.size), plan.counts_W, self.batch), plan
+    partition = "proportional"
+
+    def plan(self, epoch: int, samples: int, decide: Decide) -> Plan:
+        return decide(self.even_step(samples), epoch)
+
+    def shards(self, epoch: int, unread: Unread, plan: Plan) -> Shards:
+        return proportional_shards(unread(self.order.indices(epoch, 0, self.size)), plan.counts_W, self.batch)
+
+    def cut_dict(self, plan: Plan) -> dict[str, Any]:
+        weights = None if plan.weights_W is None else plan.weights_W.tolist()
+        return {"counts": plan.counts_W.tolist(), "weights": weights}
+
+    def same_cut(self, saved: Mapping[str, Any], plan: Plan) -> Plan | None:
+        if len(saved.get("counts", ())) != len(plan.counts_W):
+            return None
+        weights_W = None if saved["weights"] is None else np.array(saved["weights"])
+        return Plan(np.array(saved["counts"], np.int64), reason="shards as before", weights_W=weights_W)
 
 
 class BlockSampler(ShardedSampler):
@@ -134,6 +218,8 @@ class BlockSampler(ShardedSampler):
     Any blocks will do that hold every sample once: submodular ones, random ones. Their sizes alone set the counts, so
     no controller is asked.
     """
+
+    partition = "blocks"
 
     def __init__(self, blocks: Sequence[np.ndarray], batch: int, seed: int = 0):
         self.blocks = [np.asarray(block, np.int64) for block in blocks]
@@ -145,13 +231,36 @@ class BlockSampler(ShardedSampler):
                 "has to be in exactly one block."
             )
 
-    def shards(self, epoch: int, decide: Decide) -> tuple[Shards, Plan]:
-        order_D = np.concatenate([self._read(worker, epoch) for worker in range(len(self.blocks))])
-        start_W1 = np.cumsum([0, *map(len, self.blocks)])
-        shards = Shards(order_D, start_W1, self.order.steps_per_epoch())
-        return shards, Plan(shards.counts(0), reason="blocks of the partition")
+    def plan(self, epoch: int, samples: int, decide: Decide) -> Plan:
+        return Plan(np.array([len(block) for block in self.blocks]), reason="blocks of the partition")
 
-    def _read(self, worker: int, epoch: int) -> np.ndarray:
+    def shards(self, epoch: int, unread: Unread, plan: Plan) -> Shards:
+        mine = [unread(self._in_order(worker, epoch)) for worker in range(len(self.blocks))]
+        start_W1 = np.cumsum([0, *map(len, mine)])
+        return Shards(np.concatenate(mine), start_W1, self.steps_for(int(start_W1[-1])))
+
+    def cut_dict(self, plan: Plan) -> dict[str, Any]:
+        """A fingerprint of the blocks."""
+        owner_D = np.empty(self.size, "<i8")
+        for worker, block in enumerate(self.blocks):
+            owner_D[block] = worker
+        return {"blocks": zlib.crc32(owner_D.tobytes())}
+
+    def same_cut(self, saved: Mapping[str, Any], plan: Plan) -> Plan | None:
+        return plan if saved == self.cut_dict(plan) else None
+
+    def _in_order(self, worker: int, epoch: int) -> np.ndarray:
         block = self.blocks[worker]
         own = permute(np.arange(len(block)), len(block), self.seed + (worker + 1) * _GOLDEN, epoch)
         return block[own]
+
+
+def _text(mask_D: np.ndarray | None) -> str | None:
+    """A mask of samples as a short text."""
+    return None if mask_D is None else base64.b64encode(np.packbits(mask_D).tobytes()).decode()
+
+
+def _mask(text: str | None, size: int) -> np.ndarray | None:
+    if text is None:
+        return None
+    return np.unpackbits(np.frombuffer(base64.b64decode(text), np.uint8), count=size).astype(bool)

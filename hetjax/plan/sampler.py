@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -69,6 +70,7 @@ class Sampler:
     plans were and however many workers there are: `step(cursor)` is the next step and `cursor + step.batch` follows.
     """
 
+    partition: ClassVar[str] = "global"
     size: int
     batch: int
     seed: int = 0
@@ -101,7 +103,39 @@ class Sampler:
         before = lambda place: place // self.size * self.steps_per_epoch() + -(-(place % self.size) // self.batch)
         return before(end) - before(cursor)
 
+    def whole_steps(self, samples: int) -> int:
+        """The steps that so many samples since the start of training make, begun ones aside."""
+        epochs, rest = divmod(samples, self.size)
+        return epochs * self.steps_per_epoch() + rest // self.batch
+
+    def samples_in(self, steps: int) -> int:
+        """The samples of the first so many steps of training."""
+        epochs, rest = divmod(steps, self.steps_per_epoch())
+        return epochs * self.size + rest * self.batch
+
     def indices(self, epoch: int, start: int, stop: int) -> np.ndarray:
         """The samples at positions start .. stop-1 of an epoch's order."""
         positions = np.arange(start, stop, dtype=np.int64)
         return permute(positions, self.size, self.seed, epoch) if self.shuffle else positions
+
+    def state_dict(self, cursor: int) -> dict[str, Any]:
+        """What a resumed run needs to know beside the cursor, as plain JSON values."""
+        return {"partition": self.partition, "samples": self.size}
+
+    def load_state_dict(self, saved: Mapping[str, Any], cursor: int) -> None:
+        """Refuse to go on at a cursor that stands for something else than it did when `saved` was made."""
+        check_same_samples(saved, self.size)
+        if saved["partition"] != self.partition and cursor % self.size:
+            raise ValueError(
+                f"The run stopped inside an epoch with partition {saved['partition']!r}; in the global order some of "
+                f"its samples would come twice. Resume with partition {saved['partition']!r}."
+            )
+
+
+def check_same_samples(saved: Mapping[str, Any], size: int) -> None:
+    """A cursor counts samples of a data set of one size."""
+    if saved["samples"] != size:
+        raise ValueError(
+            f"The run was begun on {saved['samples']} samples and there are {size} now: the place where it stopped is "
+            "another one in these. Resume with the same data."
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 
 import numpy as np
@@ -13,6 +14,7 @@ from hetjax.plan.controllers import Observation, make
 from hetjax.plan.controllers.protocol import Plan
 from hetjax.plan.limits import Limits
 from hetjax.plan.partition import BlockSampler, ProportionalSampler, proportional_shards
+from hetjax.plan.sampler import Sampler
 
 
 @given(
@@ -148,7 +150,7 @@ def test_fixed_blocks_follow_seed_epoch_and_worker_and_can_be_resumed_anywhere()
         fresh = BlockSampler(blocks, 10, seed=3)
         step, plan = fresh.next(cursor, refuse)
         assert (step, plan.counts_W.tolist(), fresh.indices(step.epoch, step.start, step.stop).tolist()) == read[cursor]
-    order = lambda seed, epoch, worker: BlockSampler(blocks, 10, seed)._read(worker, epoch) % 40
+    order = lambda seed, epoch, worker: BlockSampler(blocks, 10, seed)._in_order(worker, epoch) % 40
     first = order(3, 0, 0)
     assert not any(np.array_equal(first, other) for other in (order(4, 0, 0), order(3, 1, 0), order(3, 0, 1)))
 
@@ -162,3 +164,82 @@ def test_blocks_that_are_no_partition_are_refused(blocks):
 def test_no_blocks_at_all_are_refused():
     with pytest.raises(ValueError, match="empty"):
         BlockSampler([], 2)
+
+
+def read_on(sampler, cursor, steps, shares):
+    """So many steps from the cursor: the samples of each step, and the cursor behind them."""
+    read = []
+    for _ in range(steps):
+        step, plan = sampler.next(cursor, lambda batch, epoch: Plan(np.array(shares, np.int64)))
+        assert plan.counts_W.sum() == step.batch
+        assert len(plan.counts_W) == len(shares)
+        read.append(sampler.indices(step.epoch, step.start, step.stop).tolist())
+        cursor += step.batch
+    return read, cursor
+
+
+def goes_on(sampler, saved, cursor):
+    """The state through JSON into another sampler, as a checkpoint takes it."""
+    sampler.load_state_dict(json.loads(json.dumps(saved)), cursor)
+    return sampler
+
+
+@given(
+    size=st.integers(20, 200),
+    batch=st.integers(7, 20),
+    workers=st.lists(st.integers(1, 5), min_size=2, max_size=4),
+    stops=st.lists(st.integers(1, 4), min_size=3, max_size=3),
+    kinds=st.lists(st.sampled_from(["proportional", "blocks"]), min_size=4, max_size=4),
+    from_global=st.booleans(),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=80)
+def test_an_epoch_resumed_on_other_workers_still_has_every_sample_once(
+    size, batch, workers, stops, kinds, from_global, seed
+):
+    rng = np.random.default_rng(seed)
+
+    def of(kind, number):
+        blocks = np.array_split(np.random.default_rng(number).permutation(size), number)
+        return ProportionalSampler(size, batch, seed) if kind == "proportional" else BlockSampler(blocks, batch, seed)
+
+    seen, cursor, saved = [], 0, None
+    if from_global:
+        order = Sampler(size, batch, seed)
+        seen, cursor, saved = [order.indices(0, 0, batch).tolist()], min(batch, size), order.state_dict(batch)
+    for kind, number, steps in zip(kinds, workers, stops, strict=False):
+        if cursor >= size:
+            break
+        sampler = of(kind, number) if saved is None else goes_on(of(kind, number), saved, cursor)
+        while steps and cursor < size:
+            read, cursor = read_on(sampler, cursor, 1, rng.integers(1, 9, number))
+            seen, steps = seen + read, steps - 1
+        saved = sampler.state_dict(cursor)
+    if cursor < size:
+        sampler = goes_on(of(kinds[-1], 3), saved, cursor)
+        while cursor < size:
+            read, cursor = read_on(sampler, cursor, 1, rng.integers(1, 9, 3))
+            seen += read
+    assert np.array_equal(np.sort(np.concatenate(seen)), np.arange(size))
+
+
+@pytest.mark.parametrize("stop", [1, 3, 5])
+def test_on_as_many_workers_the_steps_are_those_of_the_uninterrupted_run(stop):
+    whole, _ = read_on(ProportionalSampler(131, 20, seed=4), 0, 14, [3, 2, 2])
+    sampler = ProportionalSampler(131, 20, seed=4)
+    first, cursor = read_on(sampler, 0, 7 + stop, [3, 2, 2])
+    resumed = goes_on(ProportionalSampler(131, 20, seed=4), sampler.state_dict(cursor), cursor)
+    again, _ = read_on(resumed, cursor, 7 - stop, [1, 1, 5])  # other shares wait for the next epoch
+    assert first + again == whole
+    assert [len(step) for step in again] == [len(step) for step in whole[7 + stop :]]
+
+
+def test_a_place_in_other_data_or_another_order_is_refused():
+    saved = ProportionalSampler(100, 30).state_dict(0)
+    with pytest.raises(ValueError, match="begun on 100 samples and there are 90 now"):
+        ProportionalSampler(90, 30).load_state_dict(saved, 30)
+    with pytest.raises(ValueError, match="begun on 100 samples and there are 90 now"):
+        Sampler(90, 30).load_state_dict(saved, 30)
+    with pytest.raises(ValueError, match="inside an epoch with partition 'proportional'"):
+        Sampler(100, 30).load_state_dict(saved, 30)
+    Sampler(100, 30).load_state_dict(saved, 200)  # between epochs all orders agree
