@@ -24,6 +24,7 @@ from hetjax.plan.controllers.protocol import Controller, Observation, Plan
 from hetjax.plan.limits import Limits
 from hetjax.plan.partition import ProportionalSampler
 from hetjax.plan.sampler import Sampler, Step
+from hetjax.run.agree import digest, gather, same
 from hetjax.run.calibrate import time_local_phases
 from hetjax.run.clocks import Lap, no_hold
 from hetjax.run.compiles import compiles
@@ -174,6 +175,8 @@ class Trainer:
         state = replace(state, step=int(state.step), cursor=int(state.cursor))  # a checkpoint may hold them as arrays
         sampler = _SAMPLERS[self.partition](len(source), self.batch_size, self.seed)
         end = self._end(state.cursor, sampler, epochs, steps, stop_at)
+        if self.workers.several_processes:
+            self._check_alike(state, source)
         session = self._session(state, source, train=True)
         advance = self.advance if state.model_state is not None else None
         rule = Rule(self.optimizer, advance, self.ema_decay)
@@ -338,12 +341,16 @@ class Trainer:
         return Plan(solve(np.zeros(limits.workers), 1 / self._shares_W, free, batch).counts_W)
 
     def _span(self, plan: Plan, step: Step, margin: int = 0) -> tuple[int, int]:
-        """Positions of an epoch that this process computes under a plan, with a margin, within the step."""
-        if len(self.workers.local) == len(self.workers):
+        """Positions of an epoch that this process computes under a plan, with a margin, within the step.
+
+        At least one, for padding is made of real rows.
+        """
+        if not self.workers.several_processes:
             return step.start, step.stop
         bounds_W1 = step.start + plan.bounds_W1
         first, last = self.workers.local[0], self.workers.local[-1]
-        return max(step.start, int(bounds_W1[first]) - margin), min(step.stop, int(bounds_W1[last + 1]) + margin)
+        start = min(max(step.start, int(bounds_W1[first]) - margin), step.stop - 1)
+        return start, max(start + 1, min(step.stop, int(bounds_W1[last + 1]) + margin))
 
     def _learn(self, flight: _Flight, reduce: Reduce, train: bool, step: int) -> Report:
         """Read a step's report and let the controller see its timings."""
@@ -386,6 +393,20 @@ class Trainer:
             return stop_at
         return cursor + sampler.size * (epochs if epochs is not None else steps or 0)
 
+    def _check_alike(self, state: State, source: Source) -> None:
+        """Processes that start unlike would go on unlike, each sure of its own."""
+        same(
+            batch_size=self.batch_size,
+            seed=self.seed,
+            controller=[self.controller.name, self.controller.state_dict()],
+            partition=self.partition,
+            sync=[self.sync.name, self.sync.state_dict()],
+            engine=self.engine,
+            number_of_samples=len(source),
+            position=[state.step, state.cursor],
+            parameters=digest(state.params) if state.replicas == 0 else state.replicas,
+        )
+
     def _session(self, state: State, source: Source, *, train: bool) -> Session:
         """Compile for the rows of this source, once; a second call with rows of the same shape compiles nothing."""
         shape = shapes(state, fetch(source, np.zeros(1, np.int64)))
@@ -422,9 +443,14 @@ class Trainer:
         sampler = Sampler(len(source), self.batch_size, shuffle=False)
         feed, limits, step = Feed(source, sampler), session.engine.limits(), sampler.step(0)
         counts_W = solve(np.zeros(limits.workers), np.ones(limits.workers), limits, step.batch).counts_W
-        packed = session.engine.pack(Rows(*feed.take(step.epoch, step.start, step.stop)), step, counts_W, self.seed)
+        rows = Rows(*feed.take(step.epoch, *self._span(Plan(counts_W), step)))
+        packed = session.engine.pack(rows, step, counts_W, self.seed)
         feed.close()
-        self.simulation.calibrate(*time_local_phases(session.engine, session.clocks, reduce, packed))
+        rows_W, seconds_W = time_local_phases(session.engine, session.clocks, reduce, packed)
+        if self.workers.several_processes:
+            said = gather([rows_W.tolist(), seconds_W.tolist()])
+            rows_W, seconds_W = (np.concatenate(parts) for parts in zip(*said, strict=True))
+        self.simulation.calibrate(rows_W, seconds_W)
 
     def _ideal_seconds(self, flight: _Flight) -> float:
         return flight.step.batch / self.simulation.ideal() if self.simulation is not None else 0.0

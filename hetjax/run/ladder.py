@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from hetjax.plan.staircase import Staircase
+from hetjax.plan.price_list import PriceList
 from hetjax.run import memory
 from hetjax.run.compile_once import compile_for
 from hetjax.run.compiles import expected
@@ -47,16 +47,14 @@ class Ladder:
         self.devices, self.wanted = tuple(devices), sorted(wanted)
         self.priced_by_rows = priced_by_rows
         self.programs: dict[int, dict[jax.Device, Any]] = {}
-        self.prices: dict[int, float] = {}  # seconds of one chunk alone on an idle device
-        self.joint = 0.0  # seconds of adding one chunk's sums to another's
-        self._build(set(self.wanted) if complete else {_nearest(self.wanted, self.wanted[-1] / f) for f in (1, 4, 16)})
-        self.unit = self.prices[max(self.prices)] / max(self.prices)  # the price of one sample at full batch
+        first = set(self.wanted) if complete else {_nearest(self.wanted, self.wanted[-1] / f) for f in (1, 4, 16)}
+        self.list = self._build(first)
 
     @property
     def kind(self) -> str:
         return f"{self.devices[0].platform} ({self.devices[0].device_kind})"
 
-    def _build(self, first: set[int]) -> None:
+    def _build(self, first: set[int]) -> PriceList:
         smallest = self.wanted[0]
         for rung in sorted(self.wanted, reverse=True):
             if rung in first or not self.programs:  # when the largest was dropped, the next smaller takes its place
@@ -67,9 +65,10 @@ class Ladder:
                 "Use a smaller model, fewer workers on this host, or smaller samples."
             )
         seconds = self._time(list(self.programs))
-        self.joint = 0.0 if self.priced_by_rows else seconds.pop(_JOINT)
-        self.prices = {rung: self._price(rung, seconds[rung]) for rung in self.programs}
         log.info("Ladder for %s: chunks of %s rows.", self.kind, ", ".join(map(str, sorted(self.programs))))
+        prices = {rung: self._price(rung, seconds[rung]) for rung in self.programs}
+        joint = 0.0 if self.priced_by_rows else seconds[_JOINT]
+        return PriceList(prices, joint, unit=prices[max(prices)] / max(prices))
 
     def compile(self, rung: int) -> dict[jax.Device, Any] | None:
         """The programs of one rung for all devices, not yet in use; None if they would not fit into memory."""
@@ -88,9 +87,10 @@ class Ladder:
     def add(self, rung: int, programs: dict[jax.Device, Any] | None) -> None:
         """Take a compiled rung into use, priced side by side with the rung next to it, whatever the machine does."""
         if self._try(rung, programs):
-            known = _nearest(list(self.prices), rung)
+            known = _nearest(list(self.list.prices), rung)
             seconds = self._time([rung, known])
-            self.prices[rung] = self._price(rung, seconds[rung] * self.prices[known] / seconds[known])
+            price = self._price(rung, seconds[rung] * self.list.prices[known] / seconds[known])
+            self.list = self.list.adding(rung, price)
 
     def _try(self, rung: int, programs: dict[jax.Device, Any] | None) -> bool:
         """A first run; a rung that runs out of memory is dropped."""
@@ -133,12 +133,6 @@ class Ladder:
         self.wanted.remove(rung)
         log.warning("A chunk of %d rows is left out of the ladder for %s: %s.", rung, self.kind, why)
 
-    def staircase(self, limit: int, capacity: int, prices: dict[int, float] | None = None) -> Staircase:
-        """Prices of all counts up to `capacity` for a worker whose chunks may have at most `limit` rows."""
-        prices = self.prices if prices is None else prices
-        fits = [rung for rung in prices if rung <= limit] or [min(prices)]
-        return Staircase.from_prices(fits, [prices[rung] for rung in fits], capacity, self.joint)
-
     def next_rung(self, counts: Sequence[int], max_rows: Sequence[int]) -> int | None:
         """The missing rung that promises to save most, at interpolated prices; None if none does.
 
@@ -150,27 +144,16 @@ class Ladder:
             places[limit].extend({round(count * factor) for factor in _AROUND} - {0})
         places = {limit: counts for limit, counts in places.items() if counts}
 
-        def cost(prices: dict[int, float]) -> np.ndarray:
-            stairs = [self.staircase(limit, max(counts), prices).price_N[counts] for limit, counts in places.items()]
+        def cost(prices: PriceList) -> np.ndarray:
+            stairs = [prices.staircase(limit, max(counts)).price_N[counts] for limit, counts in places.items()]
             return np.concatenate(stairs)
 
-        now, best, chosen = cost(self.prices), 1 - _WORTH_COMPILING, None
-        for rung in sorted(set(self.wanted) - set(self.prices)):
-            guess = self._guess(rung)
-            share = float(np.mean(cost({**self.prices, rung: guess}) / now))
+        now, best, chosen = cost(self.list), 1 - _WORTH_COMPILING, None
+        for rung in sorted(set(self.wanted) - set(self.list.prices)):
+            share = float(np.mean(cost(self.list.adding(rung, self.list.guess(rung))) / now))
             if share < best:
                 best, chosen = share, rung
         return chosen
-
-    def _guess(self, rung: int) -> float:
-        """The price of a rung not compiled yet: on the line between its neighbours, or below all of them on the line
-        of the two smallest, but not cheaper by the row than the smallest."""
-        have = sorted(self.prices)
-        price = [self.prices[r] for r in have]
-        if rung >= have[0] or len(have) == 1:
-            return float(np.interp(rung, have, price)) if rung >= have[0] else price[0]
-        slope = (price[1] - price[0]) / (have[1] - have[0])
-        return max(price[0] - slope * (have[0] - rung), price[0] * rung / have[0])
 
 
 def _nearest(rungs: Sequence[int], size: float) -> int:

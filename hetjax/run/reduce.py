@@ -71,13 +71,13 @@ def make_reduce(transport: str, workers: Workers, layout: Layout, finish: Finish
             )
         return Psum(workers, layout, finish, core)
     if transport == "hub":
-        if len(workers.local) != len(workers):
+        if workers.several_processes:
             raise ValueError("The hub transport works within one process. With several processes use transport='psum'.")
         return Hub(workers, layout, finish, core)
     raise ValueError(f"Unknown transport {transport!r}: use 'auto', 'psum' or 'hub'.")
 
 
-def _finish(layout: Layout, finish: Finish, core: Any, total: Parts, workers: int) -> tuple[Any, jax.Array]:
+def apply_where_finite(layout: Layout, finish: Finish, core: Any, total: Parts, workers: int) -> tuple[Any, jax.Array]:
     """Apply the step if all sums are finite and there is any weight; decided on the device, alike on all workers."""
     tail = layout.tail(total)
     slots = tail[-workers * len(SLOTS) :].reshape(workers, len(SLOTS))
@@ -86,10 +86,10 @@ def _finish(layout: Layout, finish: Finish, core: Any, total: Parts, workers: in
     return jax.lax.cond(finite & (sums.weight > 0), finish, lambda core, sums: core, core, sums), tail
 
 
-def _private_copy(tree: Tree, place: Any) -> Tree:
+def _private_copy(placed: Tree) -> Tree:
     """Fresh buffers: they are donated from step to step, and the caller's must stay alive."""
     with expected():
-        return jax.jit(partial(jax.tree.map, jnp.copy))(jax.device_put(tree, place))
+        return jax.jit(partial(jax.tree.map, jnp.copy))(placed)
 
 
 class Psum:
@@ -97,7 +97,7 @@ class Psum:
 
     def __init__(self, workers: Workers, layout: Layout, finish: Finish, core: Any):
         self.workers, self.layout, self.finish = workers, layout, finish
-        self.core = _private_copy(core, workers.replicated)
+        self.core = _private_copy(workers.replicate(core))
         self._tail: jax.Array | None = None
         self._run = self._compile(HOST_SLOTS)
         self._run_weighted: Any = None  # only a few published laws need it: compiled when one does
@@ -107,7 +107,7 @@ class Psum:
         if len(slots) > HOST_SLOTS:
             parts = self.layout.weighted(parts, slots[HOST_SLOTS])
         own = self.layout.outgoing(parts, slots[:HOST_SLOTS], jax.lax.axis_index(AXIS), count)
-        return _finish(self.layout, self.finish, core, jax.lax.psum(own, AXIS), count)
+        return apply_where_finite(self.layout, self.finish, core, jax.lax.psum(own, AXIS), count)
 
     def _compile(self, slots: int) -> Any:
         program = jax.shard_map(
@@ -156,7 +156,7 @@ class Hub:
     def __init__(self, workers: Workers, layout: Layout, finish: Finish, core: Any):
         self.workers, self.layout, self.finish = workers, layout, finish
         self.lead = workers.devices[0]
-        self.core = _private_copy(core, SingleDeviceSharding(self.lead))
+        self.core = _private_copy(jax.device_put(core, SingleDeviceSharding(self.lead)))
         self._tail: jax.Array | None = None
         self._run = self._compile()
         self._spread()
@@ -167,7 +167,7 @@ class Hub:
             own = self.layout.weighted(tuple(part[0] for part in parts), weight_W[i])
             sent.append(self.layout.outgoing(own, slots_WxH[i], i, len(parts_W)))
         total = functools.reduce(partial(jax.tree.map, jnp.add), sent)  # in worker order
-        return _finish(self.layout, self.finish, core, total, len(parts_W))
+        return apply_where_finite(self.layout, self.finish, core, total, len(parts_W))
 
     def _compile(self) -> Any:
         here, count = SingleDeviceSharding(self.lead), len(self.workers)

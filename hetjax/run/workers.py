@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +20,10 @@ def device_kind(device: jax.Device) -> str:
     return f"{device.platform}:{device.device_kind}"
 
 
+def _by_process(device: jax.Device) -> tuple[int, int]:
+    return device.process_index, device.id
+
+
 @dataclass(frozen=True)
 class Workers:
     """All workers in global order. The same list on every process; `local` are the indices of this one's."""
@@ -27,11 +32,19 @@ class Workers:
 
     @classmethod
     def of(cls, devices: Sequence[jax.Device] | None) -> Workers:
-        chosen = tuple(jax.devices() if devices is None else devices)
+        chosen = tuple(sorted(jax.devices(), key=_by_process) if devices is None else devices)
         if not chosen:
             raise ValueError("No devices were given: pass at least one, or None for all that JAX sees.")
         if len(set(chosen)) != len(chosen):
             raise ValueError(f"A device is listed twice in {list(chosen)}: each worker needs a device of its own.")
+        processes = [d.process_index for d in chosen]
+        if len(list(itertools.groupby(processes))) > len(set(processes)):
+            raise ValueError(f"List the devices of a process one after the other; got processes {processes}.")
+        if jax.process_index() not in processes:
+            raise ValueError(
+                f"No worker is in this process ({jax.process_index()} of {jax.process_count()}): the devices are those "
+                f"of processes {sorted(set(processes))}. Give every process a device, or start fewer processes."
+            )
         return cls(chosen)
 
     def __len__(self) -> int:
@@ -40,6 +53,10 @@ class Workers:
     @cached_property
     def local(self) -> tuple[int, ...]:
         return tuple(i for i, d in enumerate(self.devices) if d.process_index == jax.process_index())
+
+    @property
+    def several_processes(self) -> bool:
+        return len(self.local) < len(self)
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
@@ -62,6 +79,18 @@ class Workers:
     def replicated(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())
 
+    def replicate(self, tree: Tree) -> Tree:
+        """A tree of arrays, the same in every process, on all workers."""
+        if not self.several_processes:
+            return jax.device_put(tree, self.replicated)
+
+        def spread(x: Any) -> jax.Array:
+            if isinstance(x, jax.Array) and x.sharding == self.replicated:
+                return x
+            return jax.make_array_from_process_local_data(self.replicated, np.asarray(x), np.shape(x))
+
+        return jax.tree.map(spread, tree)
+
     def stack(self, parts: Sequence[jax.Array]) -> jax.Array:
         """One global array [workers, ...] from this process's parts [1, ...], each already on its worker's device."""
         shape = (len(self), *parts[0].shape[1:])
@@ -69,7 +98,7 @@ class Workers:
 
     def from_host(self, parts: Sequence[np.ndarray]) -> jax.Array:
         """The same from one host array [...] per local worker."""
-        if len(self.local) == len(self):
+        if not self.several_processes:
             return jax.device_put(np.stack(parts), self.sharded)
         return self.stack(
             [jax.device_put(part[None], self.devices[i]) for part, i in zip(parts, self.local, strict=True)]

@@ -154,7 +154,7 @@ def test_a_rung_joins_when_it_pays_at_the_present_counts(monkeypatch):
         if engine._growing is not None:
             engine._growing.result(timeout=60)
     assert 3 < len(ladder.programs) < len(ladder.wanted)
-    assert set(ladder.programs) == set(ladder.prices)
+    assert set(ladder.programs) == set(ladder.list.prices)
     assert engine.limits().work(counts).sum() < 0.97 * before.sum()
     engine.close()
 

@@ -18,8 +18,10 @@ import jax
 import numpy as np
 
 from hetjax.plan.limits import Limits
+from hetjax.plan.price_list import agree
 from hetjax.plan.sampler import Step
 from hetjax.plan.staircase import geometric_rungs
+from hetjax.run.agree import gather
 from hetjax.run.clocks import Clocks, Lap
 from hetjax.run.compile_once import compile_for
 from hetjax.run.compiles import expected
@@ -31,6 +33,7 @@ from hetjax.run.workers import Workers, device_kind
 
 Tree = Any
 
+_SMALLEST = 8  # rows of the smallest rung with several processes
 _SETTLED = 8  # steps without a change of counts before the ladder grows for them; timed, so that plans can change
 
 
@@ -62,6 +65,7 @@ class Chunked:
         self.capacity_W = np.asarray(capacity_W, np.int64)
         self.max_rows_W = self.capacity_W if max_rows_W is None else np.minimum(self.capacity_W, max_rows_W)
         self.devices = [workers.devices[i] for i in workers.local]
+        several = workers.several_processes  # they need the same rungs: no growth under way
         self.ladders: dict[str, Ladder] = {}
         self._zeros: dict[jax.Device, Any] = {}
         self._add: dict[jax.Device, Any] = {}
@@ -76,19 +80,33 @@ class Chunked:
                 self._arguments,
                 self._add,
                 devices,
-                rungs
-                or self._candidates([m for m, d in zip(self.max_rows_W, workers.devices, strict=True) if d in devices]),
-                complete=complete or rungs is not None,
+                rungs or self._candidates(kind, several),
+                complete=complete or rungs is not None or several,
                 priced_by_rows=priced_by_rows,
             )
+        measured = {kind: ladder.list.plain() for kind, ladder in self.ladders.items()}
+        agreed = agree(gather(measured) if several else [measured])
+        for kind, ladder in self.ladders.items():
+            ladder.list = agreed[kind]
+        self._remote = {kind: prices for kind, prices in agreed.items() if kind not in self.ladders}
         self._background = ThreadPoolExecutor(1, thread_name_prefix="hetjax-ladder")
         self._growing: Future | None = None
         self._counts_W, self._settled = np.zeros(len(workers), np.int64), 0
         self._survey()
 
-    def _candidates(self, max_rows: Sequence[int]) -> list[int]:
-        """A rung at every worker's own limit, and a geometric series below the largest."""
-        tops = {max(self.quantum, int(rows) // self.quantum * self.quantum) for rows in max_rows}
+    def _candidates(self, kind: str, several: bool) -> list[int]:
+        """A rung at every worker's own limit, and a geometric series below the largest.
+
+        With several processes the ladder is compiled as a whole before the first step, so it is a coarse one, of
+        chunks up to twice an equal share; the smallest ones fill up the counts in between.
+        """
+        limits = [rows for rows, device in zip(self.max_rows_W, self.workers.devices, strict=True)
+                  if device_kind(device) == kind]  # fmt: skip
+        if several:
+            share = -(-2 * int(self.capacity_W.max()) // len(self.workers))
+            top = min(max(limits), max(share, _SMALLEST))
+            return geometric_rungs(top, self.quantum, ratio=1.5, span=max(1, top // _SMALLEST))
+        tops = {max(self.quantum, int(rows) // self.quantum * self.quantum) for rows in limits}
         return sorted(tops.union(geometric_rungs(max(tops), self.quantum)))
 
     # -- programs --
@@ -113,14 +131,15 @@ class Chunked:
         """Build the staircase of every group of like workers, and the limits of plans, from the present prices."""
         workers = zip(self.workers.devices, self.max_rows_W, self.capacity_W, strict=True)
         self._group_W = [(device_kind(device), int(rows), int(capacity)) for device, rows, capacity in workers]
-        self._stairs = {g: self.ladders[g[0]].staircase(g[1], g[2]) for g in dict.fromkeys(self._group_W)}
+        lists = {kind: ladder.list for kind, ladder in self.ladders.items()} | self._remote
+        self._stairs = {g: lists[g[0]].staircase(g[1], g[2]) for g in dict.fromkeys(self._group_W)}
         groups = list(self._stairs)
         self._limits = Limits(
             capacity_W=self.capacity_W,
             minimum_W=np.zeros(len(self.workers), np.int64),
             quantum=self.quantum,
             kind_W=np.array([groups.index(g) for g in self._group_W], np.int64),
-            stairs=tuple(stairs.price_N / self.ladders[g[0]].unit for g, stairs in self._stairs.items()),
+            stairs=tuple(stairs.price_N / lists[g[0]].unit for g, stairs in self._stairs.items()),
         )
 
     def limits(self) -> Limits:
@@ -144,7 +163,7 @@ class Chunked:
         if self._growing is None:
             self._settled = self._settled + 1 if np.array_equal(counts_W, self._counts_W) else 0
             self._counts_W = counts_W
-            if self._settled == _SETTLED and any(len(x.prices) < len(x.wanted) for x in self.ladders.values()):
+            if self._settled == _SETTLED and any(len(x.list.prices) < len(x.wanted) for x in self.ladders.values()):
                 self._growing = self._background.submit(self._next_rung, counts_W)
 
     def _next_rung(self, counts_W: np.ndarray) -> tuple[Ladder, int, Any] | None:
@@ -160,9 +179,10 @@ class Chunked:
 
     def pack(self, rows: Rows, step: Step, counts_W: np.ndarray, seed: int) -> list[list[Chunk]]:
         starts_W = step.start + np.cumsum(counts_W) - counts_W
-        return [self._chunks(rows, step.epoch, i, int(starts_W[i]), int(counts_W[i]), seed) for i in self.workers.local]
+        return [self.chunks(rows, step.epoch, i, int(starts_W[i]), int(counts_W[i]), seed) for i in self.workers.local]
 
-    def _chunks(self, rows: Rows, epoch: int, worker: int, start: int, count: int, seed: int) -> list[Chunk]:
+    def chunks(self, rows: Rows, epoch: int, worker: int, start: int, count: int, seed: int) -> list[Chunk]:
+        """`count` samples from position `start` of an epoch, laid out for one worker."""
         device, chunks, done = self.workers.devices[worker], [], 0
         for rung in self._stairs[self._group_W[worker]].chunks(count):
             ctl = control(min(rung, count - done), seed=seed, epoch=epoch, position=start + done)
@@ -175,10 +195,10 @@ class Chunked:
 
     def start(self, replicas: Replicas, packed: list[list[Chunk]]) -> list[Future[Lap]]:
         work = zip(packed, replicas.per_worker(), replicas.ready(), strict=True)
-        return self.clocks.start([partial(self._phase, k, *parts) for k, parts in enumerate(work)])
+        return self.clocks.start([partial(self.phase, k, *parts) for k, parts in enumerate(work)])
 
-    def _phase(self, k: int, chunks: list[Chunk], leaves: list[jax.Array], ready: jax.Array) -> Lap:
-        """One worker's local phase, on its own thread."""
+    def phase(self, k: int, chunks: list[Chunk], leaves: list[jax.Array], ready: jax.Array) -> Lap:
+        """The local phase of local worker k alone, on the calling thread, with these parameters on its device."""
         device = self.devices[k]
         programs = self.ladders[device_kind(device)].programs
         ready.block_until_ready()

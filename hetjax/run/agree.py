@@ -1,0 +1,54 @@
+"""What processes tell each other outside of steps: small plain values, gathered before the first step.
+
+Everything after that rides in the one sum of a step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from hetjax.run.compiles import expected
+
+
+def gather(value: Any) -> list[Any]:
+    """The JSON values that all processes gave, in process order. All of them have to call this."""
+    if jax.process_count() == 1:
+        return [value]
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    with expected():
+        sizes = multihost_utils.process_allgather(np.array([len(text)], np.int32)).reshape(-1)
+        padded = np.zeros(int(sizes.max()), np.uint8)
+        padded[: len(text)] = text
+        texts = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
+    return [json.loads(bytes(said[:size])) for said, size in zip(texts, sizes, strict=True)]
+
+
+def same(**values: Any) -> None:
+    """Refuse to go on where processes differ in one of these JSON values, naming it and them."""
+    said = gather(values)
+    for name in values:
+        odd = [process for process, theirs in enumerate(said) if theirs[name] != said[0][name]]
+        if odd:
+            raise ValueError(
+                f"Process {', '.join(map(str, odd))} has another {name} than process 0: {_short(said[odd[0]][name])} "
+                f"instead of {_short(said[0][name])}. Start all processes with the same code, flags and data."
+            )
+
+
+def digest(tree: Any) -> str:
+    """A fingerprint of a tree of arrays, to compare between processes."""
+    found = hashlib.sha256()
+    for leaf in jax.tree.leaves(tree):
+        found.update(np.asarray(leaf).tobytes())
+    return found.hexdigest()
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
