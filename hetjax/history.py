@@ -25,6 +25,7 @@ class Record:
     changed: bool  # whether the plan changed with this step
     reason: str
     nonfinite: tuple[int, ...] = ()  # workers whose sums held NaN or infinity: the update was skipped
+    save: bool = False  # whether a checkpoint was asked for after this step
 
     @property
     def samples_per_s(self) -> float:

@@ -137,7 +137,9 @@ class Trainer:
         }
         self._sessions: dict[bool, Session] = {}
         self._shares_W = np.ones(len(self.workers))
-        self._stop = False
+        self._stop = self._save = False
+        self._sampler: AnySampler | None = None
+        self._order: Mapping[str, Any] | None = None  # how an epoch was shared out that the next `fit` goes on with
 
     def _simulation(self, speeds: Sequence[float] | Simulation | None) -> Simulation | None:
         simulation = speeds if speeds is None or isinstance(speeds, Simulation) else Simulation(constant(speeds))
@@ -173,7 +175,9 @@ class Trainer:
         """
         source = _as_source(source)
         state = replace(state, step=int(state.step), cursor=int(state.cursor))  # a checkpoint may hold them as arrays
-        sampler = _SAMPLERS[self.partition](len(source), self.batch_size, self.seed)
+        sampler = self._sampler = _SAMPLERS[self.partition](len(source), self.batch_size, self.seed)
+        if self._order is not None and state.cursor:
+            sampler.load_state_dict(self._order, state.cursor)
         end = self._end(state.cursor, sampler, epochs, steps, stop_at)
         if self.workers.several_processes:
             self._check_alike(state, source)
@@ -220,6 +224,7 @@ class Trainer:
             history.overruns = self.simulation.overruns
             if warning := self.simulation.verdict():
                 log.warning(warning)
+        self._order = sampler.state_dict(state.cursor) if self.partition != "global" else None
         return state, history
 
     def answer(self, state: State) -> State:
@@ -249,6 +254,36 @@ class Trainer:
     def stop(self) -> None:
         """Ask for the end: all processes stop after the same step."""
         self._stop = True
+
+    def ask_to_save(self) -> None:
+        """Ask for a checkpoint: all processes find it in the record of the same step (`Record.save`)."""
+        self._save = True
+
+    def remember(self, state: State) -> dict[str, Any]:
+        """What a run is made of beside its state, as plain JSON values: a checkpoint holds both."""
+        return {
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+            "controller": self.controller.state_dict(),
+            "sync": {"name": self.sync.name, "state": self.sync.state_dict()},
+            "order": self._order if self._sampler is None else self._sampler.state_dict(state.cursor),
+        }
+
+    def recall(self, saved: Mapping[str, Any], state: State) -> State:
+        """Go on from what `remember` said: the state for the next `fit`. Workers, controller and sync may be others."""
+        for name, mine in (("batch_size", self.batch_size), ("seed", self.seed)):
+            if saved[name] != mine:
+                raise ValueError(
+                    f"The run was begun with {name}={saved[name]} and cannot go on with {mine}: its steps would be "
+                    "other ones. Resume with the same, or start a new run."
+                )
+        if saved["controller"].get("controller") == self.controller.name:  # another one starts with what it sees
+            self.controller.load_state_dict(saved["controller"])
+        self._sampler, self._order = None, saved["order"]
+        if saved["sync"]["name"] == self.sync.name:
+            self.sync.load_state_dict(saved["sync"]["state"])
+            return state
+        return syncs.make(saved["sync"]["name"]).answer(state)
 
     def close(self) -> None:
         """End the threads of the engines; compiled programs are dropped."""
@@ -369,12 +404,14 @@ class Trainer:
         return report
 
     def _slots(self, plan: Plan, laps: Sequence[Lap], timed: bool) -> list[list[float]]:
+        save, self._save = self._save, False
         return [
             own_slots(
                 lap.seconds if timed and plan.counts_W[i] > 0 else None,
                 lap.rows,
                 plan.checksum,
                 self._stop,
+                save,
             )
             for i, lap in zip(self.workers.local, laps, strict=True)
         ]
@@ -497,6 +534,7 @@ def _record(step: int, flight: _Flight, report: Report, step_time: float, second
         changed=flight.plan.changed,
         reason=flight.plan.reason,
         nonfinite=tuple(int(i) for i in np.flatnonzero(report.nonfinite_W)),
+        save=report.save,
     )
 
 

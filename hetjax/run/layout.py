@@ -25,7 +25,7 @@ Tree = Any
 Parts = tuple[jax.Array, ...]
 _LARGE = 2**14  # elements: below, a copy costs less than handling one more array
 
-SLOTS = ("time_us", "rows", "checksum", "stop", "nonfinite")  # all but the last are written by the host
+SLOTS = ("time_us", "rows", "checksum", "stop", "save", "nonfinite")  # all but the last are written by the host
 HOST_SLOTS = len(SLOTS) - 1
 
 
@@ -136,7 +136,8 @@ class Report:
     times_W: np.ndarray  # seconds; zero where a worker had no samples, NaN where a step was not timed
     rows_W: np.ndarray
     checksums_W: np.ndarray
-    stop: bool
+    stop: bool  # somebody asked for the end
+    save: bool  # somebody asked for a checkpoint of the state after this step
     nonfinite_W: np.ndarray
 
     @property
@@ -160,5 +161,6 @@ class Report:
             rows_W=slot["rows"].astype(np.int64),
             checksums_W=slot["checksum"].astype(np.int64),
             stop=bool(slot["stop"].any()),
+            save=bool(slot["save"].any()),
             nonfinite_W=slot["nonfinite"] > 0,
         )

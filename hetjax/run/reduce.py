@@ -30,9 +30,9 @@ from hetjax.run.workers import AXIS, Workers
 Tree = Any
 
 
-def own_slots(seconds: float | None, rows: int, checksum: int, stop: bool) -> list[float]:
+def own_slots(seconds: float | None, rows: int, checksum: int, stop: bool, save: bool = False) -> list[float]:
     """What the host says of one worker: it travels with the worker's sums."""
-    return [-1.0 if seconds is None else round(seconds * 1e6), rows, checksum, stop]
+    return [-1.0 if seconds is None else round(seconds * 1e6), rows, checksum, stop, save]
 
 
 class Reduce(Protocol):
