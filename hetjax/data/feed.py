@@ -18,6 +18,12 @@ class Order(Protocol):
     def indices(self, epoch: int, start: int, stop: int) -> np.ndarray: ...
 
 
+def fetch_positions(source: Source, order: Order, epoch: int, start: int, stop: int) -> Batch:
+    """The samples at positions start .. stop-1 of an epoch's order, in types that JAX takes as they are."""
+    rows = fetch(source, order.indices(epoch, start, stop))
+    return jax.tree.map(lambda x: np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype)), rows)
+
+
 class Feed:
     """Fetches spans of positions; a span asked for in advance is there when it is taken.
 
@@ -55,8 +61,7 @@ class Feed:
         return rows, origin
 
     def _fetch(self, epoch: int, start: int, stop: int) -> Batch:
-        rows = fetch(self.source, self.order.indices(epoch, start, stop))
-        return jax.tree.map(lambda x: np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype)), rows)
+        return fetch_positions(self.source, self.order, epoch, start, stop)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)

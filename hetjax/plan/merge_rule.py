@@ -22,12 +22,19 @@ def merge_weights(updates_W: np.ndarray, batch_W: np.ndarray) -> np.ndarray:
 
 
 def moved_batches(
-    batch_W: np.ndarray, updates_W: np.ndarray, bounds: BatchBounds, beta_W: np.ndarray | None = None
+    batch_W: np.ndarray,
+    updates_W: np.ndarray,
+    bounds: BatchBounds,
+    beta_W: np.ndarray | None = None,
+    taking_part_W: np.ndarray | None = None,
 ) -> np.ndarray:
     """b_i += beta_i (u_i - mean u) within the bounds: who made more updates gets larger batches.
 
-    beta is half of a worker's smallest batch unless given. Fractions are kept: rounding would lose small steps.
+    beta is half of a worker's smallest batch unless given. Fractions are kept: rounding would lose small steps. Those
+    who do not take part keep their batch and do not count in the mean.
     """
     updates_W = np.asarray(updates_W, np.float64)
     beta_W = bounds.lower_W / 2 if beta_W is None else np.asarray(beta_W, np.float64)
-    return np.clip(batch_W + beta_W * (updates_W - updates_W.mean()), bounds.lower_W, bounds.upper_W)
+    here_W = np.ones(len(updates_W), bool) if taking_part_W is None else taking_part_W
+    moved_W = batch_W + beta_W * (updates_W - updates_W[here_W].mean())
+    return np.where(here_W, np.clip(moved_W, bounds.lower_W, bounds.upper_W), batch_W)

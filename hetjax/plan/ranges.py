@@ -77,6 +77,11 @@ class RangePool:
         self._put_back(start, start + taken.count)
 
     @property
+    def available(self) -> bool:
+        """Whether `take` has something to hand out."""
+        return bool(self._back) or self._fresh < self.end
+
+    @property
     def cursor(self) -> int:
         """How many samples are done since the start of training."""
         return self._fresh - sum(stop - start for start, stop in self._back) - sum(r.count for r in self._out)
@@ -84,7 +89,7 @@ class RangePool:
     @property
     def empty(self) -> bool:
         """Whether every sample is done: nothing is left and nothing is out."""
-        return self._fresh >= self.end and not self._back and not self._out
+        return not self.available and not self._out
 
     @property
     def handed(self) -> int:

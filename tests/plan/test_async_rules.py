@@ -93,6 +93,9 @@ def test_batches_move_with_the_distance_from_the_mean_of_updates():
     assert moved_batches(np.array([20, 20]), np.array([1, 0]), BOUNDS, np.array([0.25, 0.25])).tolist() == [
         20.125, 19.875,
     ]  # fmt: skip
+    three = BatchBounds(np.full(3, 8), np.full(3, 64))  # worker 2 has left: the mean is that of 2 and 6
+    here_W = np.array([True, True, False])
+    assert moved_batches(np.array([40, 40, 40]), np.array([2, 6, 0]), three, None, here_W).tolist() == [32, 48, 40]
 
 
 def test_the_rate_follows_the_batch_up_to_a_cap():

@@ -72,3 +72,13 @@ def test_rubbish_is_refused():
         Sampler(0, 4)
     with pytest.raises(ValueError, match="batch_size must be at least 1"):
         Sampler(4, 0)
+
+
+def test_steps_and_samples_count_alike():
+    sampler = Sampler(size=10, batch=4)  # steps end at 4, 8, 10, 14, 18, 20
+    assert [sampler.whole_steps(n) for n in (0, 3, 4, 9, 10, 13, 18, 20)] == [0, 0, 1, 2, 3, 3, 5, 6]
+    assert [sampler.samples_in(k) for k in range(7)] == [0, 4, 8, 10, 14, 18, 20]
+    cursor = 0
+    for step in range(1, 20):
+        cursor += sampler.step(cursor).batch
+        assert (sampler.samples_in(step), sampler.whole_steps(cursor)) == (cursor, step)
