@@ -1,4 +1,4 @@
-"""The command line of the package: python -m hetjax check | report."""
+"""The command line of the package: python -m hetjax check | report | launch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
+
+from hetjax.launch.options import Options, split_program
 
 
 def report(folders: tyro.conf.Positional[tuple[Path, ...]], page: Path | None = None) -> None:
@@ -36,15 +38,34 @@ def check(devices: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behav
     examine(devices, Console())
 
 
-COMMANDS: dict[str, Callable[..., Any]] = {"check": check, "report": report}
+def launch(options: Annotated[Options, tyro.conf.arg(name="")]) -> Options:
+    """Start a program in several processes of this machine as one run: launch [FLAGS] -- PROGRAM [ARGUMENTS].
+
+    CPU quotas can slow processes down while they run. When one dies the others are ended, and all can be started
+    again from the last checkpoint. None is left behind.
+    """
+    return options  # started in `main`, which knows what came after --
+
+
+COMMANDS: dict[str, Callable[..., Any]] = {"check": check, "report": report, "launch": launch}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, 1 where a check failed, 2 for a mistake of the user."""
+    """Returns the exit code: 0, 1 where a check failed, 2 for a mistake of the user; `launch` has its program's."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    arguments, program = split_program(arguments) if arguments[:1] == ["launch"] else (arguments, [])
     try:
-        tyro.extras.subcommand_cli_from_dict(
-            COMMANDS, prog="python -m hetjax", description="Tools around training with hetjax.", args=arguments
+        wanted = tyro.extras.subcommand_cli_from_dict(
+            COMMANDS,
+            prog="python -m hetjax",
+            description="Tools around training with hetjax.",
+            args=arguments,
+            config=(tyro.conf.FlagCreatePairsOff,),
         )
+        if isinstance(wanted, Options):
+            from hetjax.launch.launcher import launch as start
+
+            return start(wanted, program)
     except AssertionError as failed:
         print(f"failed: {failed}", file=sys.stderr)
         return 1

@@ -1,4 +1,4 @@
-"""Imports go one way: plan <- run <- sync <- trainer <- experiments; data, watch and models are leaves."""
+"""Imports go one way: plan <- run <- sync <- trainer <- experiments; data, watch, models and launch are leaves."""
 
 import ast
 import subprocess
@@ -15,7 +15,8 @@ MAY_IMPORT = {
     "data": {"data"},
     "watch": {"watch"},
     "models": {"models", "data"},
-    "run": {"run", "plan", "data"},
+    "launch": {"launch"},
+    "run": {"run", "plan", "data", "launch"},
     "sync": {"sync", "run", "plan", "data"},
 }
 
@@ -42,8 +43,9 @@ def test_a_part_imports_only_what_lies_below_it(part):
     assert not wrong
 
 
-def test_planning_never_imports_jax():
-    code = "import sys, hetjax.plan, hetjax.plan.controllers; assert 'jax' not in sys.modules, 'jax was imported'"
+@pytest.mark.parametrize("modules", ["hetjax.plan, hetjax.plan.controllers", "hetjax.launch.launcher"])
+def test_neither_planning_nor_the_launcher_imports_jax(modules):
+    code = f"import sys, {modules}; assert 'jax' not in sys.modules, 'jax was imported'"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 HOW = (
     "Run as root, or in a group that is yours to divide: "
     "`systemd-run --user --scope -p Delegate=yes python -m hetjax launch ...` (cgroup v2), in a container with "
-    "`--privileged` or /sys/fs/cgroup mounted writable. Or simulate speeds in one process: "
-    "`python experiments/train.py --speeds 0.8,0.4,0.2,0.2`."
+    "`--privileged` or /sys/fs/cgroup mounted writable."
 )
 
 

@@ -19,9 +19,9 @@ from typing import Any, NoReturn
 
 import jax
 
-from hetjax.run.meeting_point import check_free, is_loopback, split_address, wait_until_reachable
+from hetjax.launch.meeting_point import check_free, is_loopback, split_address, wait_until_reachable
+from hetjax.launch.variables import BIND, COORDINATOR, PROCESS, PROCESSES
 
-COORDINATOR, PROCESSES, PROCESS, BIND = "HETJAX_COORDINATOR", "HETJAX_PROCESSES", "HETJAX_PROCESS", "HETJAX_BIND"
 _BY_HAND = ("its arguments", "the launcher")
 _ROLL = "hetjax/processes"
 

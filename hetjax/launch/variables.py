@@ -1,0 +1,8 @@
+"""The environment variables by which a launcher tells a process who it is."""
+
+COORDINATOR = "HETJAX_COORDINATOR"  # HOST:PORT where process 0 is met
+BIND = "HETJAX_BIND"  # HOST:PORT that process 0 listens on
+PROCESSES = "HETJAX_PROCESSES"  # how many there are
+PROCESS = "HETJAX_PROCESS"  # which one this is, from 0
+HEARTBEAT = "HETJAX_HEARTBEAT"  # the folder of the heartbeats
+RESTART = "HETJAX_RESTART"  # how often the run was started again; not set the first time
