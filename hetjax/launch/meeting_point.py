@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 import time
 
@@ -24,23 +25,34 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def own_address_towards(address: str) -> str:
+    """This machine's address on the way to another one; loopback for loopback. Nothing is sent."""
+    host, port = split_address(address)
+    with socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
+        probe.connect((_resolved(host), port))
+        return str(probe.getsockname()[0])
+
+
 def free_port(host: str) -> int:
-    """A port that nobody listens on."""
-    with socket.create_server((_resolved(host), 0), family=_family(host)) as server:
-        return server.getsockname()[1]
+    """A port of this machine's address that nobody listens on."""
+    with _server(host, 0) as server:
+        return int(server.getsockname()[1])
 
 
 def check_free(address: str) -> None:
     """Raise an OSError that says so if nothing can listen there: a port in use, another machine's address."""
-    host, port = split_address(address)
+    _server(*split_address(address)).close()
+
+
+def _server(host: str, port: int) -> socket.socket:
     try:
-        socket.create_server((_resolved(host), port), family=_family(host)).close()
+        return socket.create_server((_resolved(host), port), family=_family(host))
     except PermissionError as error:
         raise OSError(f"Port {port} needs privileges: take one from 1024 up.") from error
     except OSError as error:
         raise OSError(
-            f"Process 0 cannot listen on {address}: {error.strerror or error}. Is the port taken, perhaps by a run "
-            "that is still there, or is the address another machine's? Give another port."
+            f"Process 0 cannot listen on {host}:{port}: {os.strerror(error.errno)}. Is the port taken, perhaps by a "
+            "run that is still there, or is the address another machine's? Give another one."
         ) from error
 
 

@@ -19,7 +19,13 @@ from typing import Any, NoReturn
 
 import jax
 
-from hetjax.launch.meeting_point import check_free, is_loopback, split_address, wait_until_reachable
+from hetjax.launch.meeting_point import (
+    check_free,
+    is_loopback,
+    own_address_towards,
+    split_address,
+    wait_until_reachable,
+)
 from hetjax.launch.variables import BIND, COORDINATOR, PROCESS, PROCESSES
 
 _BY_HAND = ("its arguments", "the launcher")
@@ -76,8 +82,7 @@ def initialise(
         check_free(bind or f"0.0.0.0:{port}")
     else:
         wait_until_reachable(place.coordinator, start_limit)
-    if is_loopback(host):
-        _gloo_on(host)
+    _gloo_on(own_address_towards(place.coordinator))
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     with _impatience(place, start_limit):
         jax.distributed.initialize(
@@ -211,7 +216,11 @@ def _limit_collectives(seconds: float) -> None:
 
 
 def _gloo_on(host: str) -> None:
-    """Let the CPU's collectives listen on this address; by itself gloo takes what the host's name resolves to."""
+    """Let the CPU's collectives listen on the address that leads to the coordinator.
+
+    By itself gloo takes what the host's name resolves to: on some hosts that is 127.0.1.1, which the others cannot
+    reach, on others it is a public address, where nobody should be let in to a run on loopback.
+    """
     from jax._src import distributed, xla_bridge
     from jax._src.lib import _jax
     from jax.extend.backend import register_backend_factory
