@@ -184,7 +184,7 @@ class Trainer:
         session = self._session(state, source, train=True)
         advance = self.advance if state.model_state is not None else None
         rule = Rule(self.optimizer, advance, self.ema_decay)
-        setting = Setting(self.workers, session.layout, rule, self.transport, len(source), self.batch_size)
+        setting = Setting(self.workers, session.layout, rule, self.transport, len(source), self.batch_size, self.seed)
         reduce = self.sync.open(setting, state)
         feed = Feed(source, sampler)
         history = History(
@@ -456,6 +456,7 @@ class Trainer:
             shape,
             self.workers,
             train=train,
+            own_parameters=train and self.sync.own_parameters,
             engine=self.engine,
             batch=self.batch_size,
             quantum=self.quantum,

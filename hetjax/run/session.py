@@ -49,6 +49,7 @@ def open_session(
     workers: Workers,
     *,
     train: bool,
+    own_parameters: bool = False,
     engine: str,
     batch: int,
     quantum: int,
@@ -67,6 +68,8 @@ def open_session(
     clocks = Clocks(workers, hold, wait_limit)
     sums = (train_sums if train else eval_sums)(objective, layout)
     program = Program(sums, layout.sizes, layout.dtype, params, model_state, row)
+    if own_parameters:
+        program = program.with_own_parameters()
     options = ladder if name == "chunked" else {}
     made = make_engine(name, program, workers, clocks, batch=batch, quantum=quantum, capacity=capacity, **options)
     return Session(str(shape), made, clocks, layout, exact_sync)

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from hetjax.sync.allreduce import AllReduce
+from hetjax.sync.decentralised import Decentralised
 from hetjax.sync.protocol import Rule, Setting, Sync
 
-REGISTRY: dict[str, Callable[..., Sync]] = {"allreduce": AllReduce}
+REGISTRY: dict[str, Callable[..., Sync]] = {"allreduce": AllReduce, "decentralised": Decentralised}
 
 
 def make(name: str, **options: Any) -> Sync:
@@ -17,4 +18,4 @@ def make(name: str, **options: Any) -> Sync:
     return REGISTRY[name](**options)
 
 
-__all__ = ["REGISTRY", "AllReduce", "Rule", "Setting", "Sync", "make"]
+__all__ = ["REGISTRY", "AllReduce", "Decentralised", "Rule", "Setting", "Sync", "make"]

@@ -7,13 +7,16 @@ from typing import Any
 from hetjax.run.reduce import Reduce, make_reduce
 from hetjax.run.update import State
 from hetjax.sync.protocol import Setting
+from hetjax.sync.replicas import average
 
 
 class AllReduce:
     name = "allreduce"
+    own_parameters = False
 
     def open(self, setting: Setting, state: State) -> Reduce:
-        return make_reduce(setting.transport, setting.workers, setting.layout, setting.rule.finish(), state.core)
+        core = average(state).core  # of a run that kept several sets until now
+        return make_reduce(setting.transport, setting.workers, setting.layout, setting.rule.finish(), core)
 
     def answer(self, state: State) -> State:
         return state

@@ -42,10 +42,12 @@ class Setting:
     transport: str  # 'auto', 'psum' or 'hub'
     samples: int  # in an epoch
     batch: int
+    seed: int = 0
 
 
 class Sync(Protocol):
     name: str
+    own_parameters: bool  # of every worker, along a leading axis of workers; otherwise one set for all
 
     def open(self, setting: Setting, state: State) -> Reduce:
         """What moves `state` on, step by step. The state is one set of parameters, or what this sync held before."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import jax
@@ -65,6 +65,14 @@ class Program:
     params: Tree  # of ShapeDtypeStruct
     model_state: Tree
     row: Tree  # one sample
+    own_parameters: bool = False  # every worker has parameters of its own; they come with a leading axis of one
+
+    def with_own_parameters(self) -> Program:
+        wide = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), tree)
+        own = lambda tree: jax.tree.map(lambda x: x[0], tree)
+        row_sums = lambda params, state, rows, ctl: self.row_sums(own(params), own(state), rows, ctl)
+        params, model_state = wide(self.params), wide(self.model_state)
+        return replace(self, row_sums=row_sums, params=params, model_state=model_state, own_parameters=True)
 
     def block(self, rows: int) -> Tree:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype), self.row)

@@ -46,10 +46,11 @@ class Spmd:
         self.program, self.workers, self.clocks = program, workers, clocks
         self.capacity, self.buffer, self.quantum = capacity, buffer, quantum
         self.axis = SyncAxis(AXIS)
+        held = P(AXIS) if program.own_parameters else P()
         body = jax.shard_map(
             self._on_worker,
             mesh=workers.mesh,
-            in_specs=(P(), P(), P(AXIS), P(AXIS)),
+            in_specs=(held, held, P(AXIS), P(AXIS)),
             out_specs=P(AXIS),
             check_vma=False,
         )
@@ -57,10 +58,12 @@ class Spmd:
         wide = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((len(workers), *x.shape), x.dtype), (program.block(buffer), program.ctl)
         )
+        params = put((program.params, program.model_state), workers.replicated)
+        if program.own_parameters:
+            stacked = lambda x: jax.ShapeDtypeStruct((len(workers), *x.shape[1:]), x.dtype)
+            params = put(jax.tree.map(stacked, params), workers.sharded)
         with expected():
-            lowered = jax.jit(body).lower(
-                *put((program.params, program.model_state), workers.replicated), *put(wide, workers.sharded)
-            )
+            lowered = jax.jit(body).lower(*params, *put(wide, workers.sharded))
             self._run = lowered.compile()
 
     def _on_worker(self, params: Tree, model_state: Tree, rows_1: Tree, ctl_1: jax.Array) -> Parts:

@@ -1,0 +1,232 @@
+"""Decentralised SGD: every worker has parameters of its own and mixes them with its neighbours'.
+
+    g = grad F_i(x_i);   y = sum_j W_ij x_j  if k % F == 0 else x_i;   x_i <- y + update(g);   answer: mean of the x_i
+
+D-PSGD (Lian et al., arXiv 1705.09056) with mixing every F steps, as RCD-SGD trains (arXiv 2211.00839); with a budget
+MATCHA (arXiv 1905.09435) draws which links are used. Parameters move between neighbours only. One small sum over all
+workers stays in every step: loss, metrics and timings, which the plans need.
+
+Under a doubly stochastic W the mean of the x_i follows the plain mean of what the workers add, so a worker's share of
+the batch has to be in its gradient: its mean gradient is taken N b_i / B times. `faithful` keeps the plain means of the
+published method, which is biased where batches are unequal.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from hetjax.plan.matcha import matcha
+from hetjax.plan.mixing import Mixing, topology
+from hetjax.plan.sampler import Step
+from hetjax.run.agree import gather
+from hetjax.run.clocks import Lap
+from hetjax.run.compiles import expected
+from hetjax.run.layout import HOST_SLOTS, SLOTS, Parts, Report, Sums
+from hetjax.run.reduce import Reduce
+from hetjax.run.update import State
+from hetjax.run.workers import AXIS
+from hetjax.sync.protocol import Setting
+from hetjax.sync.replicas import average, spread
+
+log = logging.getLogger("hetjax")
+Tree = Any
+_LARGE = 2**14  # elements: smaller arrays travel together
+
+
+class Decentralised:
+    """topology: 'ring', 'complete', a .json or .npy file with W, or W itself; mix_every: F; matcha_budget: None for W
+    as it is, or the share of its links to use on average; faithful: gradients as published."""
+
+    name = "decentralised"
+    own_parameters = True
+
+    def __init__(
+        self,
+        topology: str | Path | np.ndarray = "ring",
+        mix_every: int = 1,
+        matcha_budget: float | None = None,
+        faithful: bool = False,
+    ):
+        if not isinstance(mix_every, int | np.integer) or mix_every < 1:
+            raise ValueError(f"mix_every is {mix_every!r}: expected a whole number of steps, at least 1.")
+        if matcha_budget is not None and not 0 < matcha_budget <= 1:
+            raise ValueError(
+                f"matcha_budget is {matcha_budget}: expected the share of links to use on average, above 0, at most 1."
+            )
+        self.topology, self.mix_every = topology, int(mix_every)
+        self.matcha_budget, self.faithful = matcha_budget, faithful
+
+    def mixing(self, workers: int) -> Mixing:
+        """What a mixing step of so many workers does; the same in every process, whatever its CPU's last bits."""
+        matrix, name = topology(self.topology, workers)
+        if self.matcha_budget is None:
+            return Mixing.of(matrix, name)
+        made = matcha(matrix, self.matcha_budget, name)
+        assert made.chance_R is not None
+        weight_RxW, chance_R = gather([made.weight_RxW.tolist(), made.chance_R.tolist()])[0]
+        return replace(made, weight_RxW=np.array(weight_RxW).reshape(-1, workers), chance_R=np.array(chance_R))
+
+    def open(self, setting: Setting, state: State) -> Reduce:
+        kinds = setting.workers.kinds
+        if len(kinds) > 1 or setting.transport == "hub":
+            raise ValueError(
+                "Decentralised workers exchange parameters in one program over all of them, which needs devices of one "
+                f"kind and transport 'psum' or 'auto'; here they are {', '.join(kinds)} with transport "
+                f"{setting.transport!r}. Use sync='allreduce'."
+            )
+        mixing = self.mixing(len(setting.workers))
+        log.info(
+            "Decentralised: %s over %d workers, mixing every %d steps in %s.",
+            mixing.name, mixing.workers, self.mix_every,
+            "one sum" if mixing.everybody else f"{len(mixing.rounds)} exchanges between neighbours",
+        )  # fmt: skip
+        return Neighbours(setting, state, mixing, self.mix_every, self.faithful)
+
+    def answer(self, state: State) -> State:
+        return average(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        pass
+
+
+class Neighbours:
+    """The reduce of decentralised SGD: two programs, with and without mixing, compiled before the first step."""
+
+    name = "neighbours"
+
+    def __init__(self, setting: Setting, state: State, mixing: Mixing, every: int, faithful: bool):
+        self.workers, self.layout, self.seed = setting.workers, setting.layout, setting.seed
+        self.finish, self.mixing, self.every, self.faithful = setting.rule.finish(), mixing, every, faithful
+        self.core = spread(state, self.workers)
+        self.done = int(state.step)  # the recursion's k
+        self._tail: jax.Array | None = None
+        always = every == 1 and mixing.chance_R is None
+        self.mix = self._compile(mixes=True)
+        self.stay = self.mix if always else self._compile(mixes=False)
+
+    def _compile(self, mixes: bool) -> Any:
+        program = jax.shard_map(
+            partial(self._on_worker, mixes),
+            mesh=self.workers.mesh,
+            in_specs=(P(AXIS), P(AXIS), P(AXIS)),
+            out_specs=(P(AXIS), P()),
+            check_vma=False,
+        )
+        wide = lambda size, dtype: jax.ShapeDtypeStruct((len(self.workers), size), dtype, sharding=self.workers.sharded)
+        parts = tuple(wide(size, self.layout.dtype) for size in self.layout.sizes)
+        said = wide(HOST_SLOTS + 1 + len(self.mixing.rounds), np.float32)
+        with expected():
+            return jax.jit(program, donate_argnums=0).lower(self.core, parts, said).compile()
+
+    # -- on a worker --
+
+    def _on_worker(self, mixes: bool, core_1: Tree, parts_1: Parts, said_1xS: jax.Array) -> tuple[Tree, jax.Array]:
+        core, parts, said = jax.tree.map(lambda x: x[0], (core_1, parts_1, said_1xS))
+        slots, weight, active_R = said[:HOST_SLOTS], said[HOST_SLOTS], said[HOST_SLOTS + 1 :]
+        layout, count = self.layout, len(self.workers)
+        sent = layout.outgoing(parts, slots, jax.lax.axis_index(AXIS), count)
+        tail = jax.lax.psum(layout.tail(sent), AXIS)
+        finite = jnp.all(tail[-count * len(SLOTS) :].reshape(count, -1)[:, SLOTS.index("nonfinite")] == 0)
+        params = self._mixed(core[0], active_R) if mixes else core[0]
+        total = tail[1]
+        moved = jax.lax.cond(
+            finite & (total > 0),
+            self._moved,
+            lambda core, *_: core,
+            core, params, layout.unpack(parts), weight.astype(layout.dtype), total,
+        )  # fmt: skip
+        return jax.tree.map(lambda x: x[None], moved), tail
+
+    def _moved(self, core: Tree, params: Tree, own: Sums, weight: jax.Array, total: jax.Array) -> Tree:
+        """One worker's update from its own sums. Without samples its gradient is zero: momentum and schedule go on."""
+        some = own.weight > 0
+        factor = weight if self.faithful else weight * len(self.workers)
+        over = jnp.where(some, own.weight, 1) if self.faithful else total
+        sums = replace(own, grads=jax.tree.map(lambda g: g * factor, own.grads), weight=over)
+        params, model_state, opt_state, ema = self.finish((params, *core[1:]), sums)
+        return params, jax.tree.map(partial(jnp.where, some), model_state, core[1]), opt_state, ema
+
+    def _mixed(self, params: Tree, active_R: jax.Array) -> Tree:
+        """y = W x, by one sum if W is 1/N throughout, else by one exchange per round."""
+        if self.mixing.everybody:
+            mean = lambda x: (x / len(self.workers)).astype(x.dtype)
+            return jax.tree.map(mean, jax.lax.psum(params, AXIS))
+        bundles, undo = _bundled(params)
+        wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in bundles]
+        mixed = wide
+        me = jax.lax.axis_index(AXIS)
+        for r, pairs in enumerate(self.mixing.rounds):
+
+            def exchanged(mixed: list[jax.Array], r: int = r, pairs: Any = pairs) -> list[jax.Array]:
+                share = jnp.asarray(self.mixing.weight_RxW[r])[me]
+                came = [jax.lax.ppermute(x, AXIS, pairs) for x in bundles]
+                return [y + share.astype(y.dtype) * (c - x) for y, c, x in zip(mixed, came, wide, strict=True)]
+
+            if self.mixing.chance_R is None:
+                mixed = exchanged(mixed)
+            else:  # the same draw on all workers, so that they meet or none of them does
+                mixed = jax.lax.cond(active_R[r] > 0, exchanged, lambda mixed: mixed, mixed)
+        return undo([y.astype(x.dtype) for y, x in zip(mixed, bundles, strict=True)])
+
+    # -- on the host --
+
+    def step(
+        self, laps: Sequence[Lap], slots: Sequence[list[float]], at: Step, weights: Sequence[float] | None = None
+    ) -> None:
+        parts = tuple(self.workers.stack(part) for part in zip(*(lap.parts for lap in laps), strict=True))
+        due = self.done % self.every == 0
+        active_R = self.mixing.active(self.seed, self.done) & due
+        each = [1.0] * len(laps) if weights is None else weights
+        said = [np.array([*own, weight, *active_R], np.float32) for own, weight in zip(slots, each, strict=True)]
+        run = self.mix if due and (self.mixing.everybody or active_R.any()) else self.stay
+        self.core, self._tail = run(self.core, parts, self.workers.from_host(said))
+        self.done += 1
+
+    def state(self, step: int, cursor: int) -> State:
+        return replace(State.of(self.core, step, cursor), replicas=len(self.workers))
+
+    def report(self) -> Report:
+        assert self._tail is not None
+        return Report.read(self.layout, np.asarray(self._tail.addressable_data(0)), len(self.workers))
+
+    def per_worker(self) -> list[list[jax.Array]]:
+        return self.workers.copies(jax.tree.leaves(self.core[:2]))
+
+    def on_mesh(self) -> Tree:
+        return self.core[:2]
+
+    def ready(self) -> list[jax.Array]:
+        return self.workers.pieces(jax.tree.leaves(self.core)[0] if self._tail is None else self._tail)
+
+
+def _bundled(tree: Tree) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Tree]]:
+    """A few flat arrays to send instead of many: large ones alone, the small ones of a type together; and the way
+    back."""
+    leaves, structure = jax.tree.flatten(tree)
+    groups: dict[Any, list[int]] = {}
+    for place, leaf in enumerate(leaves):
+        groups.setdefault(place if leaf.size >= _LARGE else leaf.dtype, []).append(place)
+    bundles = [jnp.concatenate([jnp.ravel(leaves[place]) for place in places]) for places in groups.values()]
+
+    def undo(bundles: list[jax.Array]) -> Tree:
+        found: list[Any] = [None] * len(leaves)
+        for bundle, places in zip(bundles, groups.values(), strict=True):
+            cuts = np.cumsum([leaves[place].size for place in places])[:-1]
+            for place, part in zip(places, jnp.split(bundle, cuts), strict=True):
+                found[place] = part.reshape(leaves[place].shape)
+        return jax.tree.unflatten(structure, found)
+
+    return bundles, undo
