@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetjax.plan.blocks import quotas
-from hetjax.plan.submodular import OBJECTIVES, RULES, submodular_blocks
-from hetjax.plan.submodular.greedy import fill_blocks
+from hetjax.plan.submodular import OBJECTIVES, submodular_blocks
+from hetjax.plan.submodular.greedy import TURNS, fill_blocks
 from hetjax.plan.submodular.kernel import GRID, gaussian_kernel, median_bandwidth
 from hetjax.plan.submodular.objectives import value
+from hetjax.plan.submodular.parts import part_quotas, parts_per_worker
 
 
 def f(objective, sim, block):
@@ -57,7 +58,7 @@ def similarities(rng, size, kind):
 
 
 @pytest.mark.parametrize("kind", ["points", "copies", "ties"])
-@pytest.mark.parametrize("rule", sorted(RULES))
+@pytest.mark.parametrize("rule", sorted(TURNS))
 @pytest.mark.parametrize("objective", sorted(OBJECTIVES))
 @given(
     size=st.integers(1, 14),
@@ -143,8 +144,29 @@ def test_a_partition_shares_out_every_class_by_the_rates():
     sizes = np.array([(classes == c).sum() for c in (3, 5, 9)])
     counted = [[(blocks.owner_D[classes == c] == j).sum() for j in range(4)] for c in (3, 5, 9)]
     assert np.array_equal(counted, quotas(sizes, np.array([4, 2, 1, 1])))
-    assert blocks.settings["rule"] == "fill"
+    assert blocks.settings["rule"] == "parts"
     assert submodular_blocks(rng.normal(size=(9, 2)), np.zeros(9), [1, 1, 0]).settings["rule"] == "min-block"
+
+
+def test_parts_are_few_and_alike():
+    assert parts_per_worker(np.array([4.0, 2, 1, 1])).tolist() == [4, 2, 1, 1]
+    assert parts_per_worker(np.array([1.0, 1, 0, 1])).tolist() == [1, 1, 0, 1]
+    assert parts_per_worker(np.array([1, 0.97, 0.51, 0.24])).tolist() == [4, 4, 2, 1]
+    assert parts_per_worker(np.array([100.0, 1])).tolist() == [32, 1]
+
+
+def test_the_quota_of_a_worker_is_spread_over_its_parts():
+    quota_P, worker_P = part_quotas(np.array([9, 4, 1]), np.array([4, 2, 0]))
+    assert quota_P.tolist() == [3, 2, 2, 2, 2, 2, 1]
+    assert worker_P.tolist() == [0, 0, 0, 0, 1, 1, 2]
+
+
+@pytest.mark.parametrize("objective", sorted(OBJECTIVES))
+def test_parts_are_the_greedy_of_equal_blocks_joined(objective):
+    x = np.random.default_rng(8).normal(size=(160, 3))
+    joined = submodular_blocks(x, np.zeros(160), [4, 2, 1, 1], objective=objective, rule="parts", bandwidth=1.0)
+    apart = submodular_blocks(x, np.zeros(160), [1] * 8, objective=objective, rule="fill", bandwidth=1.0)
+    assert np.array_equal(joined.owner_D, np.array([0, 0, 0, 0, 1, 1, 2, 3])[apart.owner_D])
 
 
 def test_a_large_class_is_cut_into_parts_first():

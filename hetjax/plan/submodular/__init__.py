@@ -1,8 +1,7 @@
 """Submodular partitions (He & Dube, arXiv 2211.00839): blocks that each stand for the whole. Pure NumPy."""
 
-from hetjax.plan.submodular.cut import submodular_blocks
+from hetjax.plan.submodular.cut import RULES, submodular_blocks
 from hetjax.plan.submodular.features import flat_features, principal_components
-from hetjax.plan.submodular.greedy import RULES
 from hetjax.plan.submodular.objectives import OBJECTIVES
 
 __all__ = ["OBJECTIVES", "RULES", "flat_features", "principal_components", "submodular_blocks"]

@@ -9,9 +9,12 @@ import numpy as np
 from hetjax.plan.blocks import Blocks, checked_rates, numbered, quotas
 from hetjax.plan.submodular.clusters import split_large
 from hetjax.plan.submodular.features import flat_features
-from hetjax.plan.submodular.greedy import RULES, Progress, fill_blocks
+from hetjax.plan.submodular.greedy import TURNS, Progress, fill_blocks
 from hetjax.plan.submodular.kernel import gaussian_kernel, median_bandwidth
 from hetjax.plan.submodular.objectives import OBJECTIVES
+from hetjax.plan.submodular.parts import part_quotas, parts_per_worker
+
+RULES = {**TURNS, "parts": "equal parts, several for a worker of a high rate (ours)"}
 
 LARGEST = 16_384  # samples of one kernel: 1 GB
 
@@ -31,7 +34,7 @@ def submodular_blocks(
     """Blocks whose samples stand for their class as well as so few can, sized by the workers' rates.
 
     objective   'facility-location' or 'graph-cut'
-    rule        who chooses next: 'min-block' as published, 'per-rate', 'fill', or 'auto': see `chosen_rule`
+    rule        'min-block' as published, 'per-rate', 'fill' or 'parts' (see RULES); 'auto': see `chosen_rule`
     bandwidth   of the Gaussian kernel: 'median' of the distances within each class, or one number
     carry       quotas make up for rounding in the classes before; False: each class by itself, as published
     largest     classes with more samples are cut into k-means parts first; memory grows with its square
@@ -51,21 +54,37 @@ def submodular_blocks(
     for (members, sim_VxV, width), quota_W in zip(
         class_kernels(features_DxF, parts_D, bandwidth), quota_LxW, strict=True
     ):
-        owner_V = np.full(len(members), -1)
-        state = OBJECTIVES[objective](sim_VxV, len(rates_W))
-        for _ in fill_blocks(state, owner_V, quota_W, rates_W, rule, progress):
-            pass
-        owner_D[members] = owner_V
+        owner_D[members] = share_out(sim_VxV, quota_W, rates_W, objective, rule, progress)
         widths.append(width)
     settings = {"name": f"{objective}, {rule}", "objective": objective, "rule": rule, "bandwidths": widths}
     return Blocks(owner_D, parts_D, rates_W, settings | {"carry": carry})
 
 
+def share_out(
+    sim_VxV: np.ndarray,
+    quota_W: np.ndarray,
+    rates_W: np.ndarray,
+    objective: str,
+    rule: str,
+    progress: Progress | None = None,
+) -> np.ndarray:
+    """The owner of every sample of one class, given its kernel and quotas."""
+    worker_P = np.arange(len(quota_W))
+    if rule == "parts":
+        quota_W, worker_P = part_quotas(quota_W, parts_per_worker(rates_W))
+        rates_W, rule = rates_W[worker_P], "fill"
+    owner_V = np.full(len(sim_VxV), -1)
+    state = OBJECTIVES[objective](sim_VxV, len(worker_P))
+    for _ in fill_blocks(state, owner_V, quota_W, rates_W, rule, progress):
+        pass
+    return worker_P[owner_V]
+
+
 def chosen_rule(rule: str, rates_W: np.ndarray) -> str:
-    """'auto' is the published rule at equal rates and 'fill' at unequal ones, where the published one does harm."""
+    """'auto' is the published rule at equal rates and 'parts' at unequal ones, where turns leave worse than chance."""
     if rule == "auto":
         used_W = rates_W[rates_W > 0]
-        return "min-block" if np.all(used_W == used_W[0]) else "fill"
+        return "min-block" if np.all(used_W == used_W[0]) else "parts"
     if rule not in RULES:
         raise ValueError(f"There is no rule {rule!r}. Choose auto or one of {', '.join(RULES)}.")
     return rule

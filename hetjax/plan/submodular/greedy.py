@@ -18,7 +18,7 @@ import numpy as np
 from hetjax.plan.submodular.objectives import Objective
 
 # Who chooses next: the smallest of these.
-RULES = {
+TURNS = {
     "min-block": "f(A_j): the poorest block, as published",
     "per-rate": "f(A_j) / r_j: the poorest for its rate",
     "fill": "|A_j| / C_j: the emptiest for its quota",
@@ -72,4 +72,4 @@ def _key(
     if rule == "fill":
         divisor_W = np.where(quota_W > 0, quota_W, 1)
         return lambda: size_W / divisor_W
-    raise ValueError(f"There is no rule {rule!r}. Choose one of {', '.join(RULES)}.")
+    raise ValueError(f"There is no rule {rule!r}. Choose one of {', '.join(TURNS)}.")

@@ -1,0 +1,73 @@
+"""The quality of a partition: its distances by hand, and the order of partitions that are plainly good and bad."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hetjax.plan.blocks import Blocks, class_balanced_blocks, random_blocks
+from hetjax.plan.quality import quality
+from hetjax.plan.submodular import submodular_blocks
+from hetjax.plan.submodular.kernel import gaussian_kernel
+
+
+def test_distances_by_hand():
+    x = np.array([[0.0], [2.0], [0.0], [2.0]])
+    alike = Blocks(np.array([0, 0, 1, 1]), np.zeros(4), [1, 1])
+    apart = Blocks(np.array([0, 1, 0, 1]), np.zeros(4), [1, 1])
+    found = quality(x, {"alike": alike, "apart": apart}, bandwidth=1.0)
+    assert found["alike"].mean_distance_W.tolist() == [0, 0]
+    assert found["alike"].covariance_distance_W.tolist() == [0, 0]
+    assert found["apart"].mean_distance_W.tolist() == [1, 1]  # |0 - 1| and |2 - 1|, the spread is 1
+    assert found["apart"].within_distance_W.tolist() == [1, 1]
+    assert found["apart"].covariance_distance_W.tolist() == [1, 1]  # 0 against 1
+    far = float(gaussian_kernel(x, 1.0)[0, 1])
+    assert found["alike"].values["facility-location"].tolist() == [4, 4]
+    assert found["apart"].values["facility-location"].tolist() == [2 + 2 * far, 2 + 2 * far]
+    assert found["alike"].values["graph-cut"].tolist() == [2 + 2 * far, 2 + 2 * far]
+    assert found["apart"].values["graph-cut"].tolist() == [4 * far, 4 * far]
+
+
+def test_classes_are_counted_and_their_distance_is_the_misplaced_share():
+    classes = np.array([5, 5, 5, 5, 9, 9, 9, 9])
+    blocks = Blocks(np.array([0, 0, 0, 1, 0, 1, 1, 1]), classes, [1, 1])
+    found = quality(np.arange(8.0)[:, None], {"blocks": blocks})["blocks"]
+    assert found.classes_WxL.tolist() == [[3, 1], [1, 3]]
+    assert found.class_distance_W.tolist() == [0.25, 0.25]
+    assert found.sizes_W.tolist() == [4, 4]
+
+
+def test_within_classes_looks_past_the_class_shares():
+    x = np.array([[0.0], [2.0], [10.0], [12.0]])
+    by_class = Blocks(np.array([0, 0, 1, 1]), np.array([0, 0, 1, 1]), [1, 1])
+    found = quality(x, {"blocks": by_class}, objectives=())["blocks"]
+    assert found.within_distance_W.tolist() == [0, 0]
+    assert found.mean_distance_W == pytest.approx(5 / np.sqrt(26))
+    assert found.values == {}
+
+
+def test_an_empty_block_has_no_distance():
+    found = quality(np.arange(4.0)[:, None], {"b": Blocks(np.zeros(4), np.zeros(4), [1, 0])})["b"]
+    assert np.isnan([found.mean_distance_W[1], found.within_distance_W[1], found.covariance_distance_W[1]]).all()
+    assert found.values["facility-location"][1] == 0
+
+
+@pytest.mark.parametrize("rates", [[1, 1, 1, 1], [4, 2, 1, 1]])
+@pytest.mark.parametrize("objective", ["facility-location", "graph-cut"])
+def test_submodular_blocks_are_closer_to_the_whole_than_chance(objective, rates):
+    rng = np.random.default_rng(0)
+    x = np.concatenate([rng.normal(c, 1.0, (320, 5)) for c in (0.0, 3.0)])
+    classes = np.repeat([0, 1], 320)
+    partitions = {f"chance {seed}": class_balanced_blocks(classes, rates, seed) for seed in range(8)}
+    partitions["ours"] = submodular_blocks(x, classes, rates, objective=objective)
+    found = quality(x, partitions)
+    chance = [found[f"chance {seed}"] for seed in range(8)]
+    for what in ("mean_distance_W", "within_distance_W", "covariance_distance_W"):
+        assert getattr(found["ours"], what).mean() < 0.85 * np.mean([getattr(c, what).mean() for c in chance])
+    if objective == "facility-location":  # the sum of graph cuts hardly differs between partitions
+        assert found["ours"].values[objective].sum() > max(c.values[objective].sum() for c in chance)
+
+
+def test_partitions_of_something_else_are_refused():
+    with pytest.raises(ValueError, match="3 samples for 2 workers"):
+        quality(np.zeros((4, 1)), {"b": random_blocks(np.zeros(3), [1, 1])})
