@@ -26,6 +26,7 @@ class Record:
     reason: str
     nonfinite: tuple[int, ...] = ()  # workers whose sums held NaN or infinity: the update was skipped
     save: bool = False  # whether a checkpoint was asked for after this step
+    more: dict[str, Any] = field(default_factory=dict)  # what else a sync has to tell, as plain JSON values
 
     @property
     def samples_per_s(self) -> float:
@@ -47,6 +48,7 @@ class Record:
             "changed": self.changed,
             "reason": self.reason,
             "metrics": self.metrics,
+            **self.more,
         }
 
 
@@ -64,6 +66,7 @@ class History:
     recompiles_after_warmup: int = 0
     data_wait_s: float = 0.0
     overruns: int = 0
+    more: dict[str, Any] = field(default_factory=dict)  # what else a sync has to tell, as plain JSON values
 
     @property
     def losses(self) -> list[float]:
@@ -99,4 +102,5 @@ class History:
             "recompiles_after_warmup": self.recompiles_after_warmup,
             "data_wait_share": self.data_wait_s / wall if wall else 0.0,
             "overruns": self.overruns,
+            **self.more,
         }

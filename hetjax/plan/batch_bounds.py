@@ -34,9 +34,28 @@ class BatchBounds:
         return cls(down(upper_W // SPAN if lower_W is None else lower_W), upper_W, quantum)
 
     def clip(self, worker: int, batch: float) -> int:
-        """The allowed batch nearest to `batch`."""
-        near = int(np.floor(batch / self.quantum + 0.5)) * self.quantum
-        return int(np.clip(near, self.lower_W[worker], self.upper_W[worker]))
+        """The allowed batch nearest to `batch`: a multiple of the worker's smallest, or its largest.
+
+        Multiples of the smallest batch, which is a rung of the ladder, need no padding.
+        """
+        lower, upper = int(self.lower_W[worker]), int(self.upper_W[worker])
+        near = int(np.floor(batch / lower + 0.5)) * lower
+        return upper if batch >= upper or near > upper else max(near, lower)
+
+    def rungs(self, most_rows_W: np.ndarray | None = None) -> list[int]:
+        """Chunk sizes along which batches move: each worker's largest, halved down to its smallest, and that.
+
+        `most_rows_W`: the largest chunk that fits a worker's memory.
+        """
+        top_W = self.upper_W if most_rows_W is None else np.minimum(self.upper_W, most_rows_W)
+        found = set()
+        for lower, top in zip(self.lower_W, top_W, strict=True):
+            size = max(int(top) // self.quantum, 1)
+            while size * self.quantum > lower:
+                found.add(size * self.quantum)
+                size = -(-size // 2)
+            found.add(int(min(lower, max(int(top), self.quantum))) // self.quantum * self.quantum)
+        return sorted(found - {0})
 
     def by_kind(self, accelerator_W: np.ndarray) -> np.ndarray:
         """As published: the CPU starts at its smallest batch, the GPU at its largest."""

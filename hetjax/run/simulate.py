@@ -66,15 +66,15 @@ class Simulation:
         assert self.row_time is not None
         return float(np.sum(self.trace(self.step)[0]) / self.row_time)
 
-    def hold(self, worker: int, rows: int, began: float) -> None:
-        """Return when the simulated phase is over."""
+    def hold(self, worker: int, rows: int, began: float, sleep: Callable[[float], object] | None = None) -> None:
+        """Return when the simulated phase is over. `sleep`: another way to wait than time.sleep."""
         if self.row_time is None:
             return
         speed_W, startup_W = self.trace(self.step)
         left = startup_W[worker] + rows * self.row_time / speed_W[worker] - (time.perf_counter() - began)
         self.phases += 1
         if left > 0:
-            time.sleep(left)
+            (sleep or time.sleep)(left)
         else:
             self.overruns += 1
 

@@ -72,7 +72,9 @@ def test_bounds_come_from_the_capacity_in_whole_groups():
     assert (bounds.lower_W.tolist(), bounds.upper_W.tolist()) == ([16, 8], [256, 96])
     assert [bounds.clip(1, n) for n in (1, 11, 12, 90, 500)] == [8, 8, 16, 88, 96]
     assert bounds.by_kind(np.array([True, False])).tolist() == [256, 8]
-    assert bounds.by_speed(np.array([3, 1]), 160).tolist() == [120, 40]
+    assert bounds.by_speed(np.array([3, 1]), 160).tolist() == [128, 40]  # 120 is no multiple of 16
+    assert bounds.rungs() == [8, 16, 24, 32, 48, 64, 96, 128, 256]
+    assert bounds.rungs(np.array([64, 96])) == [8, 16, 24, 32, 48, 64, 96]
     with pytest.raises(ValueError, match="smallest batch of 300"):
         BatchBounds.of(np.array([256]), lower_W=np.array([300]))
 

@@ -1,0 +1,189 @@
+"""The coordinator: whoever is free takes the next range; what is finished is applied in order of arrival.
+
+It knows nothing of threads or time: a driver (threads.py, virtual.py) lets the workers ask, and says what time it is.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+import numpy as np
+
+from hetjax.plan.ranges import RangePool
+from hetjax.run.clocks import Lap
+from hetjax.run.update import State
+from hetjax.sync.hogbatch.method import Method
+from hetjax.sync.hogbatch.rate import Rate
+from hetjax.sync.hogbatch.task import Back, Finished, Lost, Moment, News, Task, Update
+
+
+class Coordinator:
+    """All state that workers share, behind one lock. News of what happened goes to a queue, in order.
+
+    `step_of` says how many steps so many samples make: whenever that grows, the news carry a state to resume from.
+    """
+
+    def __init__(
+        self,
+        pool: RangePool,
+        method: Method,
+        rate: Rate,
+        workers: int,
+        *,
+        clock: Callable[[], float],
+        step_of: Callable[[int], int],
+    ):
+        self.pool, self.method, self.rate = pool, method, rate
+        self.clock, self.step_of = clock, step_of
+        self.news: queue.SimpleQueue[News] = queue.SimpleQueue()
+        self.error: BaseException | None = None  # of the last worker, when none is left
+        self._workers = workers
+        self._taking_part = set(range(workers))
+        self._flying: dict[int, Task] = {}
+        self._closed = False
+        self._changed = threading.Condition()
+        self._step = step_of(pool.cursor)
+
+    # -- what a worker does --
+
+    def take(self, worker: int) -> Task | None:
+        """The next task of a worker; waits for one while there may come one. None: there is nothing left to do."""
+        with self._changed:
+            while (task := self._try(worker)) is None and not self._nothing_for(worker):
+                self._changed.wait()
+            return task
+
+    def try_take(self, worker: int) -> Task | None:
+        """The same without waiting: None also means that there is nothing just now."""
+        with self._changed:
+            return self._try(worker)
+
+    def finish(self, task: Task, lap: Lap) -> None:
+        """A worker's sums: applied, unless the task has been taken from it meanwhile."""
+        prepared = self.method.prepare(task, lap)
+        with self._changed:
+            if self._flying.get(task.worker) is not task:
+                self._late(task.worker)
+                return
+            outcome = self.method.commit(task, prepared)
+            del self._flying[task.worker]
+            for span in outcome.done:
+                self.pool.done(span)
+            self._settle()
+            update = Update(
+                worker=task.worker,
+                span=task.span,
+                batch=task.batch,
+                scale=task.scale,
+                version=outcome.version,
+                staleness=outcome.staleness,
+                rows=lap.rows,
+                began=lap.began,
+                ended=lap.ended,
+                applied=self.clock(),
+            )
+            self.news.put(Finished(update, outcome.tail, self._since(), self._moment_if_due()))
+            self._changed.notify_all()
+
+    def fail(self, worker: int, error: BaseException) -> None:
+        """A worker raised, hangs or died: what it had goes back to the pool and the others go on."""
+        with self._changed:
+            if worker not in self._taking_part:
+                return
+            self._taking_part.discard(worker)
+            task = self._flying.pop(worker, None)
+            spans = tuple(([] if task is None else [task.span]) + list(self.method.lost(worker)))
+            for span in spans:
+                self.pool.give_back(span)
+            if not self._taking_part:
+                self.error = error
+            self._settle()
+            self.news.put(Lost(worker, error, spans))
+            self._changed.notify_all()
+
+    # -- what a driver does --
+
+    def close(self) -> None:
+        """Nothing further is handed out; tasks on their way may still finish."""
+        with self._changed:
+            self._closed = True
+            self._settle()
+            self._changed.notify_all()
+
+    def abandon(self) -> None:
+        """Close, and wait for nobody: tasks on their way go back to the pool, and their sums will be refused."""
+        with self._changed:
+            self._closed = True
+            for task in self._flying.values():
+                self.pool.give_back(task.span)
+            self._flying.clear()
+            self._settle()
+            self._changed.notify_all()
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is on its way and nothing will be."""
+        with self._changed:
+            return not self._flying and (self._closed or not self._taking_part or self.pool.empty)
+
+    def flying(self) -> list[Task]:
+        with self._changed:
+            return list(self._flying.values())
+
+    def moment(self) -> Moment:
+        """The state as it is now, tasks on their way aside."""
+        with self._changed:
+            return self._moment()
+
+    def taking_part_W(self) -> np.ndarray:
+        return np.isin(np.arange(self._workers), list(self._taking_part))
+
+    # -- under the lock --
+
+    def _try(self, worker: int) -> Task | None:
+        if self._closed or worker not in self._taking_part or worker in self._flying:
+            return None
+        if not self.pool.available or not self.method.may_start(self._flying.values()):
+            return None
+        batch = self.method.batch(worker, self.taking_part_W())
+        span = self.pool.take(batch)
+        assert span is not None
+        scale = self.rate.scale(span, batch, self.pool.cursor + self.method.pending)
+        task = Task(worker, span, batch, scale, self.clock(), self.method.version)
+        self._flying[worker] = task
+        return task
+
+    def _nothing_for(self, worker: int) -> bool:
+        return self._closed or worker not in self._taking_part or self.pool.empty
+
+    def _settle(self) -> None:
+        if not self._flying:
+            dry = self._closed or not self.pool.available or not self._taking_part
+            for span in self.method.rest(self.taking_part_W(), dry=dry):
+                self.pool.done(span)
+
+    def _since(self) -> tuple[float | None, ...]:
+        return tuple(self._flying[i].taken if i in self._flying else None for i in range(self._workers))
+
+    def _late(self, worker: int) -> None:
+        if not self._closed and worker not in self._taking_part:
+            self._taking_part.add(worker)
+            self.method.joined(worker, self.taking_part_W())
+            self.news.put(Back(worker))
+            self._changed.notify_all()
+
+    def _moment_if_due(self) -> Moment | None:
+        step = self.step_of(self.pool.cursor + self.method.pending)
+        if step == self._step:
+            return None
+        self._step = step
+        return self._moment()
+
+    def _moment(self) -> Moment:
+        core, more = self.method.core()
+        cursor = self.pool.cursor
+        state = State(*core, step=self.step_of(cursor), cursor=cursor, more=more)
+        host = {"handed": self.pool.handed, "undone": [list(span) for span in self.pool.undone()]}
+        return Moment(state, host | self.method.state_dict())

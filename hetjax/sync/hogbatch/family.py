@@ -1,0 +1,298 @@
+"""The Hogbatch family as syncs: `hogbatch`, `adaptive-hogbatch` and `adaptive-sgd`.
+
+One machine, devices of any kind, no barrier: whoever is free takes the next batch (Y. Ma, F. Rusu, arXiv 2004.08771;
+Y. Ma, F. Rusu, K. Wu, A. Sim, arXiv 2110.07029).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+
+from hetjax.history import History
+from hetjax.plan.batch_bounds import BatchBounds
+from hetjax.plan.batch_rule import ALPHA, DEAD_ZONE, adapted_batch
+from hetjax.plan.merge_rule import MOMENTUM
+from hetjax.plan.ranges import RangePool
+from hetjax.plan.rate_scale import CAP
+from hetjax.run.clocks import no_hold
+from hetjax.run.engines.choose import per_worker
+from hetjax.run.simulate import Simulation
+from hetjax.run.update import State
+from hetjax.run.workers import Workers
+from hetjax.sync.hogbatch.immediate import Adapt, Immediate
+from hetjax.sync.hogbatch.job import Job
+from hetjax.sync.hogbatch.merged import Merged
+from hetjax.sync.hogbatch.method import Method
+from hetjax.sync.hogbatch.rate import Rate
+from hetjax.sync.hogbatch.shared_model import SharedModel, home_device
+from hetjax.sync.hogbatch.task import Moment, Update
+from hetjax.sync.hogbatch.threads import Pause
+from hetjax.sync.hogbatch.training import Copies, Training
+from hetjax.sync.hogbatch.virtual import Schedule
+
+Whole = int | Sequence[int] | None
+
+
+class Asynchronous:
+    """What the three have in common. Batches, bounds: one number for all workers, or one each.
+
+    batches      the first batch of each worker. Unless given: unlike kinds of device start as published, CPUs at their
+                 smallest batch and the others at their largest; otherwise shares of batch_size by (simulated) speed
+    smallest     the least a batch may become: a sixteenth of the largest unless given. The largest is the capacity
+    scale_rate   whether the rate follows the batch: lr_E = lr min(b_E / reference, rate_cap); rate_cap None: no limit
+    reference    the batch that the learning rate was chosen for: the trainer's batch_size unless given
+    schedule     factor on the rate by progress, in steps of batch_size samples (a schedule in the optimiser counts
+                 updates)
+    replay       a seed, or a `Schedule`: no threads, but a virtual clock that gives the same interleaving every time
+    on_update    called with every `Update`, in order
+    faithful     as published, where our default corrects it
+    """
+
+    name: str
+    own_parameters = False
+
+    def __init__(
+        self,
+        *,
+        batches: Whole = None,
+        smallest: Whole = None,
+        scale_rate: bool = True,
+        rate_cap: float | None = CAP,
+        reference: float | None = None,
+        schedule: Callable[[float], float] | None = None,
+        replay: int | Schedule | None = None,
+        on_update: Callable[[Update], None] | None = None,
+        faithful: bool = False,
+    ):
+        if rate_cap is not None and rate_cap <= 0:
+            raise ValueError(f"rate_cap is {rate_cap}: expected a number above 0, or None for no limit.")
+        self.batches, self.smallest = batches, smallest
+        self.scale_rate, self.rate_cap, self.reference = scale_rate, rate_cap, reference
+        self.schedule, self.on_update, self.faithful = schedule, on_update, faithful
+        self.replay = Schedule(replay) if isinstance(replay, int) else replay
+        self.bounds: BatchBounds | None = None
+        self.pause = Pause()
+        self._host: dict[str, Any] = {}
+
+    # -- what the trainer asks --
+
+    def engine_options(
+        self,
+        workers: Workers,
+        quantum: int,
+        simulation: Simulation | None,
+        *,
+        engine: str,
+        batch: int,
+        capacity: Whole = None,
+        max_rows: Whole = None,
+        rungs: Sequence[int] | None = None,
+        **_: Any,
+    ) -> dict[str, Any]:
+        """How to open a session: chunks of the sizes that batches move along, so that a change compiles nothing."""
+        if workers.several_processes:
+            raise ValueError(
+                f"The sync {self.name!r} works in one process with any devices, but there are several processes. "
+                "Start one, or choose another sync."
+            )
+        if engine not in ("auto", "chunked"):
+            raise ValueError(
+                f"The sync {self.name!r} lets every worker run alone, and the {engine} engine is one program over all "
+                "workers. Use engine='chunked' (or 'auto')."
+            )
+        capacity_W = per_worker("capacity", capacity, batch, workers)
+        lower_W = None if self.smallest is None else per_worker("smallest", self.smallest, 1, workers)
+        self.bounds = BatchBounds.of(capacity_W, quantum, lower_W)
+        most_W = None if max_rows is None else per_worker("max_rows", max_rows, batch, workers)
+        self.pause.hold = no_hold if simulation is None or self.replay is not None else simulation.hold
+        return {
+            "engine": "chunked",
+            "batch": int(self.bounds.upper_W.max()),
+            "capacity": self.bounds.upper_W.tolist(),
+            "max_rows": None if most_W is None else most_W.tolist(),
+            "rungs": list(rungs) if rungs else self.bounds.rungs(most_W),
+            "complete": True,
+            "hold": self.pause,
+        }
+
+    def fit(self, job: Job, state: State) -> tuple[State, History]:
+        assert self.bounds is not None
+        workers, resumed = job.workers, self._resumed(state)
+        pool = RangePool(
+            job.sampler.size, job.end, resumed.get("handed", state.cursor), map(tuple, resumed.get("undone", ()))
+        )
+        batch_W, updates_W = self._first_batches(job), np.zeros(len(workers), np.int64)
+        if len(resumed.get("batches", ())) == len(workers):
+            batch_W, updates_W = np.array(resumed["batches"]), np.array(resumed["updates"], np.int64)
+        method = self._method(job, state, batch_W, updates_W)
+        if self.replay is None and job.simulation is not None and job.simulation.row_time is None:
+            leaves = jax.tree.leaves((state.params, state.model_state))
+            job.calibrate(job.session, Copies(leaves, workers.devices))
+        rate = Rate(
+            reference=self.reference or self._reference(job),
+            cap=None if self.faithful else self.rate_cap,
+            by_batch=self.scale_rate,
+            schedule=self.schedule,
+            step=job.batch,
+            alone=len(workers) == 1,
+        )
+        training = Training(
+            job,
+            state,
+            method,
+            pool,
+            rate,
+            pause=self.pause,
+            replay=self._schedule(job),
+            remember=self._remember,
+            on_update=self.on_update,
+        )
+        history = History(
+            engine=job.session.engine.name, transport="shared", controller=self.name, workers=len(workers)
+        )
+        return training.run(history)
+
+    def answer(self, state: State) -> State:
+        return replace(state, more=None)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._host
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self._host = dict(saved)
+
+    # -- set-up --
+
+    def _method(self, job: Job, state: State, batch_W: np.ndarray, updates_W: np.ndarray) -> Method:
+        raise NotImplementedError
+
+    def _reference(self, job: Job) -> float:
+        return float(job.batch)
+
+    def _remember(self, moment: Moment) -> None:
+        self._host = moment.host
+
+    def _resumed(self, state: State) -> dict[str, Any]:
+        """What the host remembers of this state; nothing, if it belongs to another one."""
+        host = self._host
+        if not host or host["handed"] - sum(stop - start for start, stop in host["undone"]) != state.cursor:
+            return {}
+        return host
+
+    def _first_batches(self, job: Job) -> np.ndarray:
+        bounds, workers = self.bounds, job.workers
+        assert bounds is not None
+        if self.batches is not None:
+            given_W = per_worker("batches", self.batches, 1, workers)
+            return np.array([bounds.clip(worker, batch) for worker, batch in enumerate(given_W)], np.int64)
+        accelerator_W = np.array([device.platform != "cpu" for device in workers.devices])
+        if accelerator_W.any() and not accelerator_W.all():
+            return bounds.by_kind(accelerator_W)
+        speed_W = np.ones(len(workers)) if job.simulation is None else job.simulation.trace(0)[0]
+        return bounds.by_speed(speed_W, job.batch)
+
+    def _schedule(self, job: Job) -> Schedule | None:
+        """In a replay simulated speeds are those of the virtual clock."""
+        if self.replay is None or self.replay.speeds is not None or job.simulation is None:
+            return self.replay
+        speed_W, _ = job.simulation.trace(0)
+        row_time = job.simulation.row_time or self.replay.row_time
+        job.simulation.row_time = row_time
+        return replace(self.replay, speeds=tuple(speed_W.tolist()), row_time=row_time)
+
+
+class Hogbatch(Asynchronous):
+    """Fixed batches, each finished gradient applied at once to one shared model.
+
+    staleness_bound   most updates of others between reading the model and one's own; None: as many as there are
+    As published (`faithful`) all gradients move the model equally, however few samples they are from.
+    """
+
+    name = "hogbatch"
+
+    def __init__(self, *, staleness_bound: int | None = None, **options: Any):
+        super().__init__(**options)
+        if staleness_bound is not None and staleness_bound < 0:
+            raise ValueError(f"staleness_bound is {staleness_bound}: expected 0 or more, or None for no bound.")
+        self.staleness_bound = staleness_bound
+        if self.faithful and self.name == "hogbatch":
+            self.scale_rate = False
+
+    def _method(self, job: Job, state: State, batch_W: np.ndarray, updates_W: np.ndarray) -> Method:
+        devices = job.workers.devices
+        model = SharedModel(job.session.layout, job.rule, state.core, home_device(devices))
+        return Immediate(model, devices, batch_W, updates_W, adapt=self._adapt(), bound=self.staleness_bound)
+
+    def _adapt(self) -> Adapt | None:
+        return None
+
+
+class AdaptiveHogbatch(Hogbatch):
+    """Batches that move so that all workers make equally many updates: by `alpha`, beyond a `dead_zone` of updates.
+
+    As published (`faithful`) there is no dead zone and no cap on the rate.
+    """
+
+    name = "adaptive-hogbatch"
+
+    def __init__(self, *, alpha: float = ALPHA, dead_zone: int | None = None, **options: Any):
+        super().__init__(**options)
+        if alpha <= 1:
+            raise ValueError(f"alpha is {alpha}: batches are multiplied and divided by it, so it must be above 1.")
+        self.alpha = alpha
+        self.dead_zone = dead_zone if dead_zone is not None else 0 if self.faithful else DEAD_ZONE
+
+    def _adapt(self) -> Adapt:
+        assert self.bounds is not None
+        return partial(adapted_batch, bounds=self.bounds, alpha=self.alpha, dead_zone=self.dead_zone)
+
+
+class AdaptiveSgd(Asynchronous):
+    """Replicas of the workers' own, merged after every mega-batch, with momentum.
+
+    mega_batch   samples between two merges: eight times batch_size unless given
+    beta         how far a batch moves per update off the mean: half of the worker's smallest batch unless given
+    To average N replicas divides what they learned by N, and the momentum multiplies it by 1 / (1 - momentum) in the
+    long run. So the rate's reference is batch_size / N / (1 - momentum): a sample then moves the model as far as in
+    sequential SGD. As published (`faithful`) the momentum is not made up for, and there is no cap.
+    """
+
+    name = "adaptive-sgd"
+
+    def __init__(
+        self, *, mega_batch: int | None = None, beta: float | None = None, momentum: float = MOMENTUM, **options: Any
+    ):
+        super().__init__(**options)
+        if mega_batch is not None and mega_batch < 1:
+            raise ValueError(f"mega_batch is {mega_batch}: expected at least 1 sample.")
+        if not 0 <= momentum < 1:
+            raise ValueError(f"momentum is {momentum}: expected at least 0 and below 1.")
+        self.mega_batch, self.beta, self.momentum = mega_batch, beta, momentum
+
+    def _reference(self, job: Job) -> float:
+        one = job.batch / len(job.workers)
+        return one if self.faithful else one / (1 - self.momentum)
+
+    def _method(self, job: Job, state: State, batch_W: np.ndarray, updates_W: np.ndarray) -> Method:
+        devices = job.workers.devices
+        assert self.bounds is not None
+        return Merged(
+            job.session.layout,
+            job.rule,
+            state.core,
+            state.more,
+            devices,
+            home_device(devices),
+            batch_W,
+            updates_W,
+            bounds=self.bounds,
+            quota=self.mega_batch or 8 * job.batch,
+            beta_W=None if self.beta is None else np.full(len(devices), self.beta),
+            momentum=self.momentum,
+        )

@@ -1,0 +1,35 @@
+"""How far each update goes: by its batch, and by where training stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hetjax.plan.ranges import Range
+from hetjax.plan.rate_scale import CAP, rate_scale
+
+
+@dataclass(frozen=True)
+class Rate:
+    """The factor on the optimiser's update: min(b / reference, cap) x schedule(samples / step).
+
+    `schedule` is for rates that change over training. A schedule inside the optimiser counts updates, whose number
+    nobody knows beforehand; this one counts in steps of `step` samples.
+    """
+
+    reference: float
+    cap: float | None = CAP
+    by_batch: bool = True
+    schedule: Callable[[float], float] | None = None
+    step: int = 1
+    alone: bool = False  # there is one worker, which is to do what sequential SGD does
+
+    def scale(self, span: Range, batch: int, samples: int) -> float:
+        """For a range that was handed out for a batch after `samples` samples.
+
+        The short range at the end of an epoch counts as what it is: a handful of samples must not move the model like
+        a full batch. Sequential SGD does let them, and so does one worker alone.
+        """
+        counted = batch if self.alone else span.count
+        scale = rate_scale(counted, self.reference, self.cap) if self.by_batch else 1.0
+        return scale if self.schedule is None else scale * float(self.schedule(samples / self.step))

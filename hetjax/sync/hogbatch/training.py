@@ -1,0 +1,174 @@
+"""One call of `fit`: the workers run, and what they do becomes records, hooks and a history."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from hetjax.history import History
+from hetjax.plan.ranges import RangePool
+from hetjax.run.clocks import Lap
+from hetjax.run.compiles import compiles
+from hetjax.run.engines.chunked import Chunked
+from hetjax.run.update import State
+from hetjax.sync.hogbatch.coordinator import Coordinator
+from hetjax.sync.hogbatch.job import Job
+from hetjax.sync.hogbatch.method import Method
+from hetjax.sync.hogbatch.rate import Rate
+from hetjax.sync.hogbatch.stock import Stock
+from hetjax.sync.hogbatch.tally import Tally
+from hetjax.sync.hogbatch.task import Back, Finished, Lost, Moment, News, Task, Update
+from hetjax.sync.hogbatch.threads import Pause, Threads
+from hetjax.sync.hogbatch.virtual import Schedule, VirtualTime
+
+log = logging.getLogger("hetjax")
+
+
+class Copies:
+    """Parameters on every worker's device, as an engine reads them."""
+
+    def __init__(self, leaves: list[jax.Array], devices: tuple[jax.Device, ...]):
+        self._views = [jax.device_put(leaves, device) for device in devices]
+
+    def per_worker(self) -> list[list[jax.Array]]:
+        return self._views
+
+    def ready(self) -> list[jax.Array]:
+        return [view[-1] for view in self._views]
+
+    def on_mesh(self) -> Any:
+        raise NotImplementedError("Asynchronous workers share no mesh.")
+
+
+class Training:
+    """Everything of one call of `fit`. `remember` is told what goes with a state before a hook sees that state."""
+
+    def __init__(
+        self,
+        job: Job,
+        state: State,
+        method: Method,
+        pool: RangePool,
+        rate: Rate,
+        *,
+        pause: Pause,
+        replay: Schedule | None,
+        remember: Callable[[Moment], None],
+        on_update: Callable[[Update], None] | None,
+    ):
+        assert isinstance(job.session.engine, Chunked)
+        self.job, self.engine, self.method = job, job.session.engine, method
+        self.pause, self.remember, self.on_update = pause, remember, on_update
+        self.offset = state.step - job.sampler.whole_steps(state.cursor)  # 0 unless the batch size was another before
+        self.start = state
+        self.virtual = None if replay is None else VirtualTime(replay, len(job.workers))
+        self.coordinator = Coordinator(
+            pool,
+            method,
+            rate,
+            len(job.workers),
+            clock=time.perf_counter if self.virtual is None else self.virtual.clock,
+            step_of=lambda samples: self.offset + job.sampler.whole_steps(samples),
+        )
+        most = int(np.max(self.engine.capacity_W))
+        self.stock = Stock(job.source, job.sampler, block=max(most, job.batch), end=job.end, keep=2 * len(job.workers))
+
+    def run(self, history: History) -> tuple[State, History]:
+        job, simulation = self.job, self.job.simulation
+        try:
+            history.last_step = self.coordinator.step_of(job.end)
+            if simulation is not None:
+                simulation.step = self.start.step
+                history.ideal_samples_per_s = simulation.ideal()
+            job.tell(job.hooks, "begin", history)
+            compiled = compiles()
+            tally = Tally(job.session.layout, self.method.batch_W, self.coordinator.clock())
+            ideal_s = 0.0
+            for news in self._news():
+                if not isinstance(news, Finished):
+                    self._say(news)
+                    continue
+                tally.add(news)
+                if self.on_update is not None:
+                    self.on_update(news.update)
+                if news.moment is not None:
+                    ideal_s += self._record(tally, news, history)
+            history.recompiles_after_warmup = compiles() - compiled
+            rates_W = np.divide(tally.counts_W, tally.busy_W, out=np.zeros(tally.workers), where=tally.busy_W > 0)
+            if simulation is None:
+                history.ideal_samples_per_s = float(rates_W.sum()) or None
+            elif ideal_s:
+                history.ideal_samples_per_s = sum(int(r.counts_W.sum()) for r in history.records) / ideal_s
+            history.data_wait_s = self.stock.waited / tally.workers
+            history.more = tally.summary()
+        finally:
+            self.stock.close()
+            job.tell(job.hooks, "end", history)
+        if self.coordinator.error is not None:
+            raise self.coordinator.error
+        last = self.coordinator.moment()
+        self.remember(last)
+        return last.state, history
+
+    def _record(self, tally: Tally, news: Finished, history: History) -> float:
+        """A step's worth of samples is done; the seconds it would have taken at best."""
+        assert news.moment is not None
+        job, seen = self.job, self.start.cursor + tally.samples
+        step = self.coordinator.step_of(seen)
+        record = tally.record(step, max(0, seen - 1) // job.sampler.size, news.since_W, job.saving())
+        self.remember(news.moment)
+        history.records.append(record)
+        job.check(record)
+        for hook in job.hooks:
+            hook(record, news.moment.state)
+        if job.simulation is None:
+            return 0.0
+        ideal_s = float(record.counts_W.sum()) / job.simulation.ideal()
+        job.simulation.step = step
+        return ideal_s
+
+    def _say(self, news: News) -> None:
+        if isinstance(news, Back):
+            log.warning("Worker %d has come back and takes part again.", news.worker)
+        elif isinstance(news, Lost):
+            samples = sum(span.count for span in news.spans)
+            device, others = self.job.workers.devices[news.worker], int(self.coordinator.taking_part_W().sum())
+            log.warning(
+                "Worker %d (%s) failed: %s: %s Its %d samples go to the others; %d of %d workers go on.",
+                news.worker, device, type(news.error).__name__, _sentence(news.error), samples, others,
+                len(self.job.workers),
+            )  # fmt: skip
+
+    # -- how a worker computes --
+
+    def _news(self) -> Iterator[News]:
+        if self.virtual is not None:
+            rows_of = lambda task: self.engine.rows_of(task.worker, task.span.count)
+            return self.virtual.run(self.coordinator, rows_of, self.method.read, self._phase, self.job.stopping)
+        compute = lambda task: self._phase(task, None)
+        return Threads(
+            self.coordinator,
+            compute,
+            len(self.job.workers),
+            pause=self.pause,
+            wait_limit=self.job.wait_limit,
+            stopping=self.job.stopping,
+        ).run()
+
+    def _phase(self, task: Task, leaves: list[jax.Array] | None) -> Lap:
+        """The local phase of a task, on the calling thread; the model is read as late as can be, unless it was."""
+        span = task.span
+        rows = self.stock.rows(span)
+        chunks = self.engine.chunks(rows, span.epoch, task.worker, span.start, span.count, self.job.sampler.seed)
+        leaves = self.method.read(task) if leaves is None else leaves
+        return self.engine.phase(task.worker, chunks, leaves, leaves[-1])
+
+
+def _sentence(error: BaseException) -> str:
+    text = str(error).strip().splitlines()[0] if str(error).strip() else "without a word"
+    return text if text.endswith((".", "!", "?")) else f"{text}."

@@ -1,0 +1,83 @@
+"""Virtual time: the same run again, to the bit. No threads and no sleeping; the interleaving comes from a seed."""
+
+from __future__ import annotations
+
+import heapq
+import queue
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import jax
+import numpy as np
+
+from hetjax.run.clocks import Lap
+from hetjax.sync.hogbatch.coordinator import Coordinator
+from hetjax.sync.hogbatch.task import News, Task
+
+_ROW_TIME = 1e-3  # virtual seconds of one row at speed 1
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long a task takes in virtual time: (startup + rows x row_time / speed) x exp(noise x a seeded normal)."""
+
+    seed: int = 0
+    noise: float = 0.1
+    speeds: tuple[float, ...] | None = None  # relative; all alike unless given
+    row_time: float = _ROW_TIME
+    startup: float = 0.0
+
+
+class VirtualTime:
+    """Lets the workers take turns by a virtual clock; a driver like `Threads`.
+
+    What a worker reads is fixed when it starts and what it found is applied when its time is up, as in a real run. Ties
+    go to who started first.
+    """
+
+    def __init__(self, schedule: Schedule, workers: int):
+        given = len(schedule.speeds) if schedule.speeds is not None else workers
+        if given != workers:
+            raise ValueError(f"The schedule has speeds for {given} workers, but there are {workers}: give one each.")
+        self.schedule, self.workers, self.now = schedule, workers, 0.0
+        self._speed_W = np.ones(workers) if schedule.speeds is None else np.asarray(schedule.speeds, np.float64)
+        self._rng = [np.random.default_rng([schedule.seed, worker]) for worker in range(workers)]
+
+    def clock(self) -> float:
+        return self.now
+
+    def run(
+        self,
+        coordinator: Coordinator,
+        rows_of: Callable[[Task], int],
+        read: Callable[[Task], list[jax.Array]],
+        compute: Callable[[Task, list[jax.Array]], Lap],
+        stopping: Callable[[], bool],
+    ) -> Iterator[News]:
+        agenda: list[tuple[float, int, Task, list[jax.Array]]] = []
+        started = 0
+        while True:
+            if stopping():
+                coordinator.abandon()
+            for worker in range(self.workers):
+                if (task := coordinator.try_take(worker)) is not None:
+                    seconds = self._seconds(worker, rows_of(task))
+                    heapq.heappush(agenda, (self.now + seconds, started, task, read(task)))
+                    started += 1
+            while True:
+                try:
+                    yield coordinator.news.get_nowait()
+                except queue.Empty:
+                    break
+            if coordinator.over or not agenda:
+                return
+            self.now, _, task, leaves = heapq.heappop(agenda)
+            try:
+                lap = compute(task, leaves)
+                coordinator.finish(task, replace(lap, began=task.taken, ended=self.now))
+            except Exception as error:
+                coordinator.fail(task.worker, error)
+
+    def _seconds(self, worker: int, rows: int) -> float:
+        mean = self.schedule.startup + rows * self.schedule.row_time / self._speed_W[worker]
+        return float(mean * np.exp(self.schedule.noise * self._rng[worker].standard_normal()))
