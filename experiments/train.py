@@ -134,36 +134,47 @@ def train(
         capacity=train_setup.whole_numbers("--capacity", config.workers.capacity),
         ema_decay=config.optimiser.ema,
         seed=config.output.seed,
+        on_nonfinite=config.optimiser.on_nonfinite,
     )
+    left = lambda state: (steps - state.step) if steps else (epochs * len(task.train) - state.cursor)
     with trainer, stop_on_signals(trainer.stop) as interrupt:
         state, seconds = beginning(config, trainer, trainer.init(task.model.params, task.model.model_state), folder)
-        extra = lambda more: {"seconds": seconds + more, "row_time": trainer.simulation and trainer.simulation.row_time}
+        row_time = lambda: trainer.simulation and trainer.simulation.row_time
         told = "compiling" if state.step == 0 else f"compiling; goes on after step {state.step}"
         console.print(f"{name}: {len(devices)} workers, {told}", highlight=False)
         watch.write_json(folder / "config.json", config.flat())
         tracker = train_output.trackers(config, name, folder, state.step)
         saver = checkpoint.Saver(
             folder / CHECKPOINTS,
-            trainer.controller,
-            epoch_samples=len(task.train),
-            every=config.output.save_every,
-            extra=lambda record: extra(record.seconds),
+            trainer,
+            steps=config.output.save_steps,
+            seconds=config.output.save_every,
+            keep=config.output.keep,
+            extra=lambda record: {
+                "seconds": seconds + record.seconds,
+                "row_time": row_time(),
+                "config": config.flat(),
+            },
         )
         hooks = [watch.Follow(tracker, seconds=seconds), saver, interrupt, watch.Progress(name, console=console)]
         history = History(engine=strategy.engine, workers=len(devices))
-        with train_output.log_file(folder, "a" if state.step else "w"):
-            if state.step < total_steps:
-                left = {"steps": steps - state.step} if steps else {"stop_at": epochs * len(task.train)}
-                state, history = trainer.fit(state, task.train, hooks=hooks, **left)
+        with train_output.log_file(folder, "a" if state.step else "w"), saver:
+            if left(state) > 0:
+                length = {"steps": left(state)} if steps else {"stop_at": epochs * len(task.train)}
+                try:
+                    state, history = trainer.fit(state, task.train, hooks=hooks, **length)
+                except NonFiniteError as error:
+                    raise NonFiniteError(f"{error} {train_output.last_checkpoint(folder / CHECKPOINTS)}") from error
                 saver.save(history.records[-1], state)
-            if interrupt.asked and state.step < total_steps:
+                saver.close()
+            if left(state) > 0:
                 tracker.close()
                 raise Stopped(
                     f"Stopped after step {state.step} of {total_steps}; everything is saved. Go on with "
                     f"python experiments/train.py --resume --out {config.folder}"
                 )
             tested = trainer.evaluate(state, task.test)
-    summary = train_output.summary(name, strategy, folder, history, tested) | {"row_time": extra(0)["row_time"]}
+    summary = train_output.summary(name, strategy, folder, history, tested) | {"row_time": row_time()}
     tracker.summary(summary)
     tracker.close()
     return summary
@@ -172,14 +183,16 @@ def train(
 def beginning(config: Config, trainer: Trainer, fresh: State, folder: Path) -> tuple[State, float]:
     """The state to start from and the seconds already spent: nothing, or what the last checkpoint says."""
     folder.mkdir(parents=True, exist_ok=True)
-    saved = checkpoint.latest(folder / CHECKPOINTS)
-    if saved is None or not config.output.resume:
-        shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)  # of another run, that this one takes the place of
+    if not config.output.resume:
+        if jax.process_index() == 0:
+            shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)  # of another run, that this one takes the place of
         return fresh, 0.0
-    state, earlier = checkpoint.restore(saved, fresh, trainer.controller)
+    found = checkpoint.restore_latest(folder / CHECKPOINTS, fresh, trainer)
+    if found is None:
+        return fresh, 0.0
     if trainer.simulation is not None:
-        trainer.simulation.row_time = earlier["row_time"]
-    return state, earlier["seconds"]
+        trainer.simulation.row_time = found.extra["row_time"]
+    return found.state, found.extra["seconds"]
 
 
 if __name__ == "__main__":

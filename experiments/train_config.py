@@ -85,6 +85,8 @@ class Optimiser:
     """limit on the norm of the whole batch's gradient"""
     ema: Number = None
     """decay of an exponential moving average of the parameters, which is then what is tested, e.g. 0.99"""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """a NaN in loss or gradient ends the run and is named, or its step is left out"""
 
 
 @dataclass(frozen=True)
@@ -131,8 +133,12 @@ class Output:
     """folder of the run; runs/DATASET-MODEL unless told"""
     resume: bool = False
     """continue the run in --out from its last checkpoint, on whatever devices there are now"""
-    save_every: float = 30.0
-    """seconds between checkpoints, which are written at the ends of epochs; also on Ctrl-C and at the end"""
+    save_every: Number = 30.0
+    """seconds between checkpoints; there is one on Ctrl-C or SIGTERM and at the end in any case"""
+    save_steps: Whole = None
+    """a checkpoint after every so many steps too"""
+    keep: int = 2
+    """how many checkpoints stay; the last one that is whole is resumed from"""
     tensorboard: bool = False
     """write TensorBoard events too (pip install 'hetjax[track]')"""
     wandb: Text = None
@@ -194,7 +200,7 @@ def check_same_run(saved: Config, now: Config, folder: Path) -> None:
     kept = [f.name for part in (Data, Model, Optimiser) for f in dataclasses.fields(part)] + ["seed"]
     before, after = saved.flat(), now.flat()
     for name in kept:
-        if name not in ("epochs", "steps") and before[name] != after[name]:
+        if name not in ("epochs", "steps", "on_nonfinite") and before[name] != after[name]:
             raise ValueError(
                 f"The run in {folder} was started with {name}={before[name]!r} and cannot go on with {after[name]!r}. "
                 "Leave the flag out, or start a new run in another --out."

@@ -14,7 +14,7 @@ from rich.logging import RichHandler
 from rich.table import Table
 from train_config import Config
 
-from hetjax import watch
+from hetjax import checkpoint, watch
 from hetjax.history import History
 from hetjax.strategies import Strategy
 
@@ -79,6 +79,12 @@ def summary(name: str, strategy: Strategy, folder: Path, history: History, teste
         "test_accuracy": tested["accuracy"],
         "test_loss": tested["loss"],
     }
+
+
+def last_checkpoint(folder: Path) -> str:
+    """For somebody whose run has ended badly: from where it can go on."""
+    found = checkpoint.latest(folder)
+    return "There is no checkpoint from before." if found is None else f"The last checkpoint from before is {found}."
 
 
 def show_table(summaries: list[tuple[str, dict[str, Any]]], console: Console) -> None:

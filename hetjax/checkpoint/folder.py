@@ -1,0 +1,124 @@
+"""A folder of checkpoints: each is filled under another name, sealed by a manifest, and renamed when it is whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step_(\d{8,})")
+
+
+class Damaged(ValueError):
+    """A checkpoint is not what was written."""
+
+
+def prepare(folder: Path) -> None:
+    """Make the folder and see that it can be written to, before hours of training depend on it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for draft in folder.glob("draft_*"):  # a program ended while it wrote
+            shutil.rmtree(draft)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise OSError(
+            f"Checkpoints cannot be written to {folder}: {error.strerror or error}. Give a folder on a disk with space "
+            "that you may write to."
+        ) from error
+
+
+def write(folder: Path, step: int, fill: Callable[[Path], None], keep: int) -> Path:
+    """Add the checkpoint of a step, which `fill` writes into the folder it is given; forget all but the last `keep`.
+
+    Whatever goes wrong, the checkpoints that were there stay as they are.
+    """
+    final, draft = folder / f"step_{step:08d}", folder / f"draft_{step:08d}"
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        fill(draft)
+        _seal(draft)
+        for later in [path for path in stored(folder) if _step(path) >= step]:  # damaged, or of a future not taken
+            _set_aside(later)
+        draft.rename(final)
+        _flush(folder)
+    except Exception as error:  # Orbax has errors of its own for a full disk
+        shutil.rmtree(draft, ignore_errors=True)
+        raise OSError(
+            f"The checkpoint of step {step} could not be written to {folder}: {error}. Earlier checkpoints are as they "
+            "were; make room or give another folder, and resume from the last one."
+        ) from error
+    for old in stored(folder)[:-keep]:
+        shutil.rmtree(old)
+    return final
+
+
+def stored(folder: Path) -> list[Path]:
+    """All checkpoints, the oldest first."""
+    return sorted((path for path in folder.glob("step_*") if path.is_dir() and _NAME.fullmatch(path.name)), key=_step)
+
+
+def latest(folder: str | Path) -> Path | None:
+    """The newest checkpoint in a folder, if there is one."""
+    found = stored(Path(folder))
+    return found[-1] if found else None
+
+
+def check(path: Path) -> None:
+    """Refuse a checkpoint with a missing, changed or additional file, naming it."""
+    try:
+        promised = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        if not isinstance(promised, dict):
+            raise ValueError("it is no list of files")
+    except (FileNotFoundError, ValueError) as error:
+        raise Damaged(f"{path} is no whole checkpoint: its {MANIFEST} is missing or broken ({error}).") from error
+    found = _digests(path)
+    for name in sorted(promised.keys() | found.keys()):
+        if promised.get(name) != found.get(name):
+            what = "is missing" if name not in found else "was added" if name not in promised else "has changed"
+            raise Damaged(f"The checkpoint {path} is damaged: {name} {what} since it was written.")
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
+def _set_aside(path: Path) -> None:
+    aside = path.with_name(f"aside_{path.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+
+
+def _seal(folder: Path) -> None:
+    """Hand everything to the disk, and then the manifest of it."""
+    digests = _digests(folder)
+    for name in digests:
+        _flush(folder / name)
+    (folder / MANIFEST).write_text(json.dumps(digests, indent=1), encoding="utf-8")
+    _flush(folder / MANIFEST)
+    _flush(folder)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
+    return {str(path.relative_to(folder)): _digest(path) for path in files}
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

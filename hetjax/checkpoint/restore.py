@@ -1,0 +1,108 @@
+"""From a checkpoint back to a run: checked, from the newest that is whole, the same on all processes."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hetjax.checkpoint.contents import read
+from hetjax.checkpoint.folder import Damaged, stored
+from hetjax.checkpoint.processes import from_first
+from hetjax.checkpoint.snapshot import Snapshot, rebuild
+from hetjax.run.update import State
+
+log = logging.getLogger("hetjax")
+
+
+class Recalls(Protocol):
+    """A trainer, as far as going on is concerned."""
+
+    def recall(self, saved: Mapping[str, Any], state: State) -> State: ...
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where to go on: the state, and what the caller had added to the checkpoint."""
+
+    state: State
+    extra: Mapping[str, Any]
+
+
+def restore(path: str | Path, like: State, trainer: Recalls) -> Found:
+    """The run in a checkpoint; the trainer goes on from where it was.
+
+    `like` is a fresh state of the same model and optimiser (`trainer.init`). The workers and processes, their number
+    and the controller may be others. With several processes all call this; only the first one needs the files.
+    """
+    path = Path(path).resolve()
+    snapshot = _for_all(lambda: read(path))
+    assert snapshot is not None
+    return _resumed(snapshot, like, trainer, str(path))
+
+
+def restore_latest(folder: str | Path, like: State, trainer: Recalls) -> Found | None:
+    """The run in the newest checkpoint of a folder that is whole, with a warning about each that is not.
+
+    None where the folder holds no checkpoint at all. See `restore`.
+    """
+    folder = Path(folder).resolve()
+    snapshot = _for_all(lambda: _newest_whole(folder))
+    return None if snapshot is None else _resumed(snapshot, like, trainer, f"The last checkpoint in {folder}")
+
+
+def _resumed(snapshot: Snapshot, like: State, trainer: Recalls, origin: str) -> Found:
+    state = rebuild(snapshot, like, origin)
+    return Found(trainer.recall(snapshot.run["trainer"], state), snapshot.run["extra"])
+
+
+def _newest_whole(folder: Path) -> Snapshot | None:
+    paths = stored(folder)
+    for path in reversed(paths):
+        try:
+            return read(path)
+        except Damaged as damage:
+            log.warning("%s Trying the checkpoint before it.", damage)
+    if paths:
+        raise Damaged(f"None of the {len(paths)} checkpoints in {folder} is whole: there is nothing to go on from.")
+    return None
+
+
+def _for_all(read_here: Callable[[], Snapshot | None]) -> Snapshot | None:
+    """What the first process reads, on all processes; its error is an error on all."""
+    if jax.process_count() == 1:
+        return read_here()
+    told: dict[str, Any] = {}
+    snapshot, failure = None, None
+    if jax.process_index() == 0:
+        try:
+            snapshot = read_here()
+        except (ValueError, OSError) as error:
+            failure = error
+        kinds = [] if snapshot is None else [[array.dtype.name, array.shape] for array in snapshot.arrays]
+        told = {"failure": failure and str(failure), "run": snapshot and snapshot.run, "kinds": kinds}
+    told = json.loads(from_first(json.dumps(told).encode()))
+    if failure is not None:
+        raise failure
+    if told["failure"] is not None:
+        raise ValueError(told["failure"])
+    if told["run"] is None:
+        return None
+    return Snapshot([_shared(array, *kind) for array, kind in _pairs(snapshot, told["kinds"])], told["run"])
+
+
+def _pairs(snapshot: Snapshot | None, kinds: list[Any]) -> list[tuple[np.ndarray | None, Any]]:
+    arrays: list[Any] = [None] * len(kinds) if snapshot is None else list(snapshot.arrays)
+    return list(zip(arrays, kinds, strict=True))
+
+
+def _shared(array: np.ndarray | None, dtype: str, shape: list[int]) -> np.ndarray:
+    content = from_first(None if array is None else array.tobytes())
+    return np.frombuffer(content, jnp.dtype(dtype)).reshape(shape)

@@ -1,0 +1,149 @@
+"""Saving beside the training: the loop waits for a copy to the host, a thread does the rest."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+
+from hetjax.checkpoint.contents import fill
+from hetjax.checkpoint.folder import prepare, write
+from hetjax.checkpoint.snapshot import Snapshot, take
+from hetjax.history import History, Record
+from hetjax.run.update import State
+
+log = logging.getLogger("hetjax")
+
+
+class Remembers(Protocol):
+    """A trainer, as far as saving is concerned."""
+
+    def remember(self, state: State) -> dict[str, Any]: ...
+
+    def ask_to_save(self) -> None: ...
+
+
+def save(
+    folder: str | Path, state: State, trainer: Remembers, extra: Mapping[str, Any] | None = None, keep: int = 2
+) -> Path | None:
+    """Write a checkpoint now and forget all but the last `keep`; its path. With several processes all call this."""
+    snapshot = take(state, trainer.remember(state), extra or {})
+    return (
+        None if snapshot is None else write(Path(folder).resolve(), state.step, partial(fill, snapshot=snapshot), keep)
+    )
+
+
+class Saver:
+    """A hook of `fit` that saves every so many steps, every so many seconds, or both.
+
+    folder      where to; made if it is not there
+    trainer     whose run it is
+    steps       save after steps that are multiples of it
+    seconds     save when so many have passed since the last time, by the clock of the first process
+    keep        how many checkpoints stay
+    extra       (record) -> what to add to a checkpoint, as plain JSON values
+    wait_limit  most seconds to wait for the disk
+
+    The first process writes; all take part, as some states lie spread over them. That is why the end of the seconds is
+    told with a step to all (`Trainer.ask_to_save`), instead of being seen on each one's own clock. A save waits for the
+    one before. What goes wrong in the background is raised in the next step, or by `close`.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        trainer: Remembers,
+        *,
+        steps: int | None = None,
+        seconds: float | None = None,
+        keep: int = 2,
+        extra: Callable[[Record], Mapping[str, Any]] = lambda record: {},
+        wait_limit: float = 600.0,
+    ):
+        for name, value in (("steps", steps), ("seconds", seconds), ("keep", keep)):
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} of the checkpoints is {value}: give more than 0.")
+        self.folder, self.trainer, self.steps, self.seconds = Path(folder).resolve(), trainer, steps, seconds
+        self.keep, self.extra, self.wait_limit = keep, extra, wait_limit
+        self.last: Path | None = None  # the newest that is whole on the disk
+        self._last_time, self._begun = time.monotonic(), -1
+        self._writing: threading.Thread | None = None
+        self._failure: Exception | None = None
+        if jax.process_index() == 0:
+            prepare(self.folder)
+
+    def __call__(self, record: Record, state: State) -> None:
+        if self._writing is not None and not self._writing.is_alive():
+            self._finish()
+        if record.save or (self.steps is not None and state.step % self.steps == 0):
+            self.save(record, state)
+        elif self.seconds is not None and time.monotonic() - self._last_time >= self.seconds and _first():
+            self.trainer.ask_to_save()
+
+    def save(self, record: Record, state: State) -> None:
+        """Now, whatever the time, unless this very step was saved already."""
+        if self._begun == state.step:
+            return
+        snapshot = take(state, self.trainer.remember(state), self.extra(record))
+        self._last_time, self._begun = time.monotonic(), state.step
+        self._finish()
+        if snapshot is not None:
+            self._writing = threading.Thread(target=self._write, args=(snapshot, state.step), daemon=True)
+            self._writing.start()
+
+    def _write(self, snapshot: Snapshot, step: int) -> None:
+        try:
+            self.last = write(self.folder, step, partial(fill, snapshot=snapshot), self.keep)
+        except Exception as error:
+            self._failure = error
+
+    def _finish(self) -> None:
+        """Wait for the write under way; raise what went wrong in it."""
+        self._wait()
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def _wait(self) -> None:
+        if self._writing is None:
+            return
+        self._writing.join(self.wait_limit)
+        if self._writing.is_alive():
+            raise TimeoutError(
+                f"Writing a checkpoint to {self.folder} has not ended after {self.wait_limit:.0f} s: look at that "
+                "disk. Earlier checkpoints are as they were."
+            )
+        self._writing = None
+
+    def end(self, history: History) -> None:
+        """Of a `fit`: nothing is left half-written. A failure is logged here, as another error may be on its way."""
+        self._wait()
+        self._log_failure()
+
+    def _log_failure(self) -> None:
+        if self._failure is not None:
+            log.error("%s", self._failure)
+
+    def close(self) -> None:
+        """Wait until the last checkpoint is on the disk; raise what went wrong."""
+        self._finish()
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:  # that error is the one to raise
+            self._wait()
+            self._log_failure()
+
+
+def _first() -> bool:
+    return jax.process_index() == 0

@@ -1,0 +1,139 @@
+"""A run on the host: the arrays of its state in one list, and everything else as plain JSON values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hetjax.checkpoint.processes import host_copy
+from hetjax.run.update import State
+
+Tree = Any
+_CORE = ("params", "model_state", "opt_state", "ema")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    arrays: list[np.ndarray]
+    run: dict[str, Any]
+
+
+def take(state: State, memory: Mapping[str, Any], extra: Mapping[str, Any]) -> Snapshot | None:
+    """Copy a state to the host, with what the trainer remembers and the caller adds.
+
+    With several processes all have to call this, as they hold parts of some states; the first one gets the snapshot.
+    """
+    names, leaves = _named(state)
+    more: list[Any] = []
+    outline = _outline(state.more, state, more)
+    arrays = [host_copy(_plain(leaf)) for leaf in leaves + more]
+    if jax.process_index() != 0:
+        return None
+    run = {
+        "step": state.step,
+        "cursor": state.cursor,
+        "replicas": state.replicas,
+        "arrays": names,
+        "more": outline,
+        "trainer": memory,
+        "extra": dict(extra),
+    }
+    return Snapshot([array for array in arrays if array is not None], run)
+
+
+def rebuild(snapshot: Snapshot, like: State, origin: str) -> State:
+    """The state of a snapshot. `like` is a fresh state of the same model and optimiser; its arrays say what fits."""
+    run, (names, leaves) = snapshot.run, _named(like)
+    if names != run["arrays"]:
+        odd = sorted(set(names) ^ set(run["arrays"]))
+        raise ValueError(
+            f"{origin} belongs to another model or optimiser: {len(odd)} arrays differ, first "
+            f"{odd[0] if odd else names[0]}. Resume with the configuration it was saved with."
+        )
+    stack = (run["replicas"],) if run["replicas"] else ()
+    values = []
+    for name, value, leaf in zip(names, snapshot.arrays, leaves, strict=False):
+        here, there = _kind(_plain(leaf)), _kind(value)
+        if there != ((*stack, *here[0]), here[1]):
+            raise ValueError(
+                f"{origin} belongs to another model: {name} is {_said(there)} there and {_said(here)} here. "
+                "Resume with the configuration it was saved with."
+            )
+        values.append(_as_key(value, leaf) if _is_key(leaf) else value)
+    params, model_state, opt_state, ema = jax.tree.unflatten(jax.tree.structure(like.core), values)
+    more = _filled(run["more"], like, snapshot.arrays[len(names) :])
+    return State(params, model_state, opt_state, ema, run["step"], run["cursor"], run["replicas"], more)
+
+
+def _named(state: State) -> tuple[list[str], list[Any]]:
+    found = [
+        (name + jax.tree_util.keystr(path), leaf)
+        for name, part in zip(_CORE, state.core, strict=True)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(part)[0]
+    ]
+    return [name for name, _ in found], [leaf for _, leaf in found]
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _as_key(value: np.ndarray, like: jax.Array) -> jax.Array:
+    return jax.random.wrap_key_data(jnp.asarray(value), impl=jax.random.key_impl(like))
+
+
+def _plain(leaf: Any) -> Any:
+    """Random keys as the integers they are."""
+    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+
+
+def _kind(array: Any) -> tuple[tuple[int, ...], Any]:
+    return np.shape(array), jax.dtypes.canonicalize_dtype(jnp.result_type(array))
+
+
+def _said(kind: tuple[tuple[int, ...], Any]) -> str:
+    return f"{kind[1]}{list(kind[0])}"
+
+
+def _outline(tree: Tree, state: State, leaves: list[Any]) -> Any:
+    """The form of a tree whose form nobody else knows, in JSON; its arrays are added to `leaves`.
+
+    A dict, list or tuple of such, None, the place of an array, or a part formed like one of the state's own.
+    """
+    if tree is None:
+        return None
+    form: Any = jax.tree.structure(tree)
+    first = len(leaves)
+    if jax.tree_util.treedef_is_leaf(form) and hasattr(tree, "dtype") and not _is_key(tree):
+        leaves.append(tree)
+        return first
+    for name, part in zip(_CORE, state.core, strict=True):
+        if form == jax.tree.structure(part):
+            leaves.extend(jax.tree.leaves(tree))
+            return {"like": name, "first": first}
+    if type(tree) is dict and all(isinstance(name, str) for name in tree):
+        return {"dict": {name: _outline(tree[name], state, leaves) for name in sorted(tree)}}
+    if type(tree) in (list, tuple):
+        return {type(tree).__name__: [_outline(part, state, leaves) for part in tree]}
+    raise TypeError(
+        f"State.more holds a {type(tree).__name__}, which cannot be saved: keep arrays in dicts, lists and tuples "
+        "there, or in trees formed like the parameters."
+    )
+
+
+def _filled(outline: Any, like: State, arrays: list[np.ndarray]) -> Tree:
+    """The tree of an outline, with its arrays."""
+    if outline is None or isinstance(outline, int):
+        return None if outline is None else arrays[outline]
+    if "like" in outline:
+        form: Any = jax.tree.structure(getattr(like, outline["like"]))
+        return jax.tree.unflatten(form, arrays[outline["first"] : outline["first"] + form.num_leaves])
+    if "dict" in outline:
+        return {name: _filled(part, like, arrays) for name, part in outline["dict"].items()}
+    kind, parts = next(iter(outline.items()))
+    return {"list": list, "tuple": tuple}[kind](_filled(part, like, arrays) for part in parts)

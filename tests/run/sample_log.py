@@ -1,0 +1,76 @@
+"""Which samples a step really computed, told by the step's own sums: not what was planned, nor what was fetched.
+
+Every sample carries its number. Sample s adds 2**(s % 20) to metric s // 20, so the sum over a step is the set of its
+samples, on whatever workers and processes they were; float32 adds these numbers exactly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from hetjax.run.contract import Example
+
+_BITS = 20
+_PREFIX = "samples_"
+
+
+class Numbered:
+    """A source of rows as dicts, with the number of each sample among them."""
+
+    def __init__(self, source: Any):
+        self.source = source
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: Any) -> dict[str, Any]:
+        return {**self.source[index], "number": np.int32(index)}
+
+
+def numbered(data: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The same for arrays in memory."""
+    rows = len(next(iter(data.values())))
+    return {**data, "number": np.arange(rows, dtype=np.int32)}
+
+
+def telling(loss_fn: Any, samples: int) -> Any:
+    """A loss function (without model state) that also tells which samples it saw."""
+
+    def told(params: Any, batch: dict[str, Any], keys: Any) -> Example:
+        number_b = batch["number"]
+        found = loss_fn(params, {name: value for name, value in batch.items() if name != "number"}, keys)
+        found = found if isinstance(found, Example) else Example(found)
+        bit_b = (2 ** (number_b % _BITS)).astype(jnp.float32)
+        groups = range(-(-samples // _BITS))
+        seen = {f"{_PREFIX}{group}": jnp.where(number_b // _BITS == group, bit_b, 0.0) for group in groups}
+        return replace(found, metrics={**found.metrics, **seen})
+
+    return told
+
+
+def samples_of(metrics: dict[str, float], batch: int) -> list[int]:
+    """The samples of a step from its metrics. Fails if one was in it twice: its bit would show as another one's."""
+    found = []
+    for name, mean in metrics.items():
+        if name.startswith(_PREFIX):
+            total = round(mean * batch)
+            assert abs(mean * batch - total) < 0.1, (name, mean, batch)
+            found += [int(name.removeprefix(_PREFIX)) * _BITS + bit for bit in range(_BITS + 4) if total >> bit & 1]
+    assert len(found) == batch, f"{batch} samples were counted and {len(found)} different ones seen"
+    return found
+
+
+def check_epochs(steps: list[tuple[dict[str, float], int]], samples: int) -> int:
+    """Every sample exactly once in each whole epoch of consecutive steps (metrics, batch); the number of epochs."""
+    epochs, seen = 0, []
+    for metrics, batch in steps:
+        seen += samples_of(metrics, batch)
+        if len(seen) >= samples:
+            assert sorted(seen) == list(range(samples)), f"epoch {epochs} is not every sample once"
+            epochs, seen = epochs + 1, []
+    assert len(set(seen)) == len(seen), f"a sample came twice in epoch {epochs}"
+    return epochs
