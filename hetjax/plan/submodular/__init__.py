@@ -3,5 +3,6 @@
 from hetjax.plan.submodular.cut import RULES, submodular_blocks
 from hetjax.plan.submodular.features import flat_features, principal_components
 from hetjax.plan.submodular.objectives import OBJECTIVES
+from hetjax.plan.submodular.recut import Recut, recut
 
-__all__ = ["OBJECTIVES", "RULES", "flat_features", "principal_components", "submodular_blocks"]
+__all__ = ["OBJECTIVES", "RULES", "Recut", "flat_features", "principal_components", "recut", "submodular_blocks"]

@@ -78,3 +78,8 @@ def value(objective: str, sim_VxV: np.ndarray, members: np.ndarray) -> float:
     outside_V = np.ones(len(sim_VxV), bool)
     outside_V[members] = False
     return float(sim_VxV[members].sum(axis=0, dtype=np.float64)[outside_V].sum())
+
+
+def total_value(objective: str, sim_VxV: np.ndarray, owner_V: np.ndarray) -> float:
+    """f summed over the blocks of all owners."""
+    return sum(value(objective, sim_VxV, np.flatnonzero(owner_V == owner)) for owner in np.unique(owner_V))

@@ -1,0 +1,116 @@
+"""Blocks for new rates with as few samples moved as can be: only those beyond a block's new quota leave it.
+
+In every class the samples that a block has too many of are chosen by the same greedy rule, as if they were a block of
+their own, so that both what stays and what goes stand for the old block; what goes is shared out in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hetjax.plan.blocks import Blocks, checked_rates, numbered, quotas
+from hetjax.plan.submodular.cut import chosen_rule, class_kernels, share_out
+from hetjax.plan.submodular.features import flat_features
+from hetjax.plan.submodular.greedy import Progress
+from hetjax.plan.submodular.objectives import total_value
+
+
+@dataclass(frozen=True)
+class Recut:
+    """New blocks, what they cost, and what a cut from scratch would have given."""
+
+    blocks: Blocks
+    moved: int  # samples that changed their owner
+    fresh: Blocks | None  # the cut from scratch, where it was asked for
+    fresh_moved: int
+    value_before: float  # sum over workers and classes of f
+    value_after: float
+    value_fresh: float
+
+    @property
+    def lost(self) -> float:
+        """The share of f that moving few samples cost against a cut from scratch; NaN where none was made."""
+        return 1.0 - self.value_after / self.value_fresh if self.value_fresh else float("nan")
+
+
+def recut(
+    blocks: Blocks,
+    features_DxF: np.ndarray,
+    rates_W: Sequence[float] | np.ndarray,
+    *,
+    rule: str = "auto",
+    against_fresh: bool = True,
+    progress: Progress | None = None,
+) -> Recut:
+    """Move samples of submodular blocks so that their sizes follow new rates.
+
+    A worker that has left gets the rate 0; new workers come after the old ones. The objective and the bandwidths are
+    those of the blocks. `against_fresh` makes the cut from scratch too, to say what f lost; it takes its full time.
+    """
+    features_DxF, rates_W = flat_features(features_DxF), checked_rates(rates_W)
+    _check(blocks, features_DxF, rates_W)
+    objective, widths = blocks.settings["objective"], blocks.settings["bandwidths"]
+    rule = chosen_rule(rule, rates_W)
+    carry = bool(blocks.settings.get("carry", True))
+    quota_LxW = quotas(numbered(blocks.classes_D)[1], rates_W, carry=carry)
+    owner_D, fresh_D = blocks.owner_D.copy(), blocks.owner_D.copy()
+    before = after = fresh = 0.0
+    for (members, sim_VxV, _), quota_W in zip(
+        class_kernels(features_DxF, blocks.classes_D, widths), quota_LxW, strict=True
+    ):
+        before += total_value(objective, sim_VxV, owner_D[members])
+        owner_D[members] = moved_owners(sim_VxV, owner_D[members], quota_W, objective, progress)
+        after += total_value(objective, sim_VxV, owner_D[members])
+        if against_fresh:
+            fresh_D[members] = share_out(sim_VxV, quota_W, rates_W, objective, rule)
+            fresh += total_value(objective, sim_VxV, fresh_D[members])
+    made = {"rule": f"recut, {rule}", "name": f"{objective}, recut"}
+    return Recut(
+        blocks=Blocks(owner_D, blocks.classes_D, rates_W, {**blocks.settings, **made}),
+        moved=int((owner_D != blocks.owner_D).sum()),
+        fresh=Blocks(fresh_D, blocks.classes_D, rates_W, {**blocks.settings, "rule": rule}) if against_fresh else None,
+        fresh_moved=int((fresh_D != blocks.owner_D).sum()),
+        value_before=before,
+        value_after=after,
+        value_fresh=fresh,
+    )
+
+
+def moved_owners(
+    sim_VxV: np.ndarray, owner_V: np.ndarray, quota_W: np.ndarray, objective: str, progress: Progress | None = None
+) -> np.ndarray:
+    """New owners of one class's samples: sum_j max(|A_j| - C_j, 0) of them change, which is the least."""
+    owner_V = owner_V.copy()
+    size_W = np.bincount(owner_V, minlength=len(quota_W))
+    for worker in np.flatnonzero(size_W > quota_W):
+        own = np.flatnonzero(owner_V == worker)
+        stay_go = np.array([quota_W[worker], len(own) - quota_W[worker]])
+        owner_V[own[_dealt(sim_VxV, own, stay_go, objective) == 1]] = -1
+    free = np.flatnonzero(owner_V < 0)
+    if len(free):
+        owner_V[free] = _dealt(sim_VxV, free, np.maximum(quota_W - size_W, 0), objective)
+    if progress is not None:
+        progress(len(owner_V))
+    return owner_V
+
+
+def _dealt(sim_VxV: np.ndarray, some: np.ndarray, quota_W: np.ndarray, objective: str) -> np.ndarray:
+    return share_out(sim_VxV[np.ix_(some, some)], quota_W, quota_W.astype(np.float64), objective, "parts")
+
+
+def _check(blocks: Blocks, features_DxF: np.ndarray, rates_W: np.ndarray) -> None:
+    if "objective" not in blocks.settings:
+        raise ValueError(
+            f"These blocks ({blocks.settings.get('name', 'of unknown origin')}) have no objective to keep to. Cut anew "
+            "instead: a random partition is made in an instant."
+        )
+    if len(features_DxF) != blocks.size:
+        raise ValueError(f"The blocks share out {blocks.size:,} samples, but there are {len(features_DxF):,} features.")
+    if len(rates_W) < blocks.workers:
+        raise ValueError(
+            f"The blocks belong to {blocks.workers} workers and there are {len(rates_W)} rates. Give one each, 0 for a "
+            "worker that has left, and new workers after the old ones."
+        )
