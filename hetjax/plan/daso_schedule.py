@@ -94,6 +94,13 @@ class Schedule:
         if self.epoch == 0 and self.at == 0 and not self.blocking(0):
             self._begin_cycle()
 
+    def begin_at(self, epoch: int, at: int) -> None:
+        """Start so many epochs and steps into a run that agreed in another way until then."""
+        self.epoch, self.at, self.sent = epoch, at, None
+        self.skip = self.wait = 0
+        if not self.blocking(epoch):
+            self._begin_cycle()
+
     def blocking(self, epoch: int) -> bool:
         """Whether the nodes agree in every step of this epoch, counted from 0: known beforehand."""
         return epoch < self.warm_up or (self.total is not None and epoch >= self.total - self.cool_down)

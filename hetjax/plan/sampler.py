@@ -51,15 +51,29 @@ def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarr
 
 @dataclass(frozen=True)
 class Step:
-    """One global step: the half-open range of positions in an epoch's order."""
+    """One global step: the half-open range of positions in an epoch's order.
+
+    Where a process plans for its own part of a step only, `start` and `stop` are those of that part, `whole` is the step.
+    """
 
     epoch: int
     start: int
     stop: int
+    whole: tuple[int, int] | None = None
 
     @property
     def batch(self) -> int:
         return self.stop - self.start
+
+    @property
+    def end(self) -> int:
+        """The position behind the whole step."""
+        return self.stop if self.whole is None else self.whole[1]
+
+    @property
+    def advance(self) -> int:
+        """The samples of the whole step: how far it moves the cursor."""
+        return self.batch if self.whole is None else self.whole[1] - self.whole[0]
 
 
 @dataclass(frozen=True)

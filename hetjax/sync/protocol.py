@@ -6,12 +6,14 @@ leading axis (`State.replicas` says how many); their answer is one set again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
+import jax
 import optax
 
+from hetjax.plan.sampler import Sampler
 from hetjax.run.layout import Layout
 from hetjax.run.reduce import Reduce
 from hetjax.run.update import Finish, State, optimiser_step
@@ -43,6 +45,7 @@ class Setting:
     samples: int  # in an epoch
     batch: int
     seed: int = 0
+    end: int = 0  # the cursor where this training will end, for what depends on how long it is
 
 
 class Sync(Protocol):
@@ -62,3 +65,16 @@ class Sync(Protocol):
         ...
 
     def load_state_dict(self, saved: dict[str, Any]) -> None: ...
+
+
+@runtime_checkable
+class PlansByNode(Protocol):
+    """A sync under which every process plans for its own workers only, because steps send nothing between processes."""
+
+    def workers(self, devices: Sequence[jax.Device] | None) -> Workers:
+        """Those of these devices (None: all) that this process plans for."""
+        ...
+
+    def sampler(self, order: Sampler, quantum: int) -> Any:
+        """Which samples of a step are this process's, as a sampler; their numbers are multiples of the quantum."""
+        ...

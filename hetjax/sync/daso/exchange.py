@@ -1,0 +1,85 @@
+"""An exchange between nodes: started by all of them, received when it is due. Here for the nodes of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hetjax.run.compiles import expected
+from hetjax.sync.daso import mean
+from hetjax.sync.daso.mean import NODE, Leaves
+
+KINDS = ("total", "mean", "short")  # a sum, a weighted mean, and one with 16 bits a number on the wire
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """The result for every node of this process, which is the same, and what all nodes had to say."""
+
+    leaves: Leaves  # with a leading axis of one
+    table: np.ndarray  # [nodes, notes]
+
+
+class Flight(Protocol):
+    def result(self) -> Arrived:
+        """Waits until it has arrived, and no longer than the limit."""
+        ...
+
+
+class Exchange(Protocol):
+    """`start` returns at once. Exchanges arrive in the order in which they were started."""
+
+    nodes: int  # in all
+    mine: Sequence[int]  # those of this process
+
+    def start(self, kind: str, leaves_n: Sequence[Leaves], weight_n: Sequence[float], notes_n: np.ndarray) -> Flight:
+        """Leaves [1, ...] on the first worker of each node of this process; they must not change until they arrive."""
+        ...
+
+
+def on_node(kind: str, nodes: int, leaves: Leaves, weight: jax.Array, before: Leaves) -> Leaves:
+    """What one node computes, on the axis of nodes."""
+    if kind == "total":
+        return mean.total(leaves)
+    if kind == "mean":
+        return mean.mean(leaves, weight)
+    return mean.short_mean(leaves, weight, before, nodes)
+
+
+class Stacked:
+    """All nodes are in this process: the same sums as across processes, over an axis of one device's array."""
+
+    def __init__(self, devices: Sequence[jax.Device], before: Leaves | None):
+        self.nodes, self.mine = len(devices), range(len(devices))
+        self.hub = devices[0]
+        self.before = before if before is None else jax.device_put(before, self.hub)
+        self._programs = {kind: jax.jit(partial(_over_stack, kind, self.nodes)) for kind in KINDS}
+
+    def start(self, kind: str, leaves_n: Sequence[Leaves], weight_n: Sequence[float], notes_n: np.ndarray) -> Flight:
+        here = [jax.device_put(leaves, self.hub) for leaves in leaves_n]
+        weight_N = jax.device_put(np.asarray(weight_n, np.float32), self.hub)
+        with expected():
+            found = self._programs[kind](here, weight_N, self.before if kind == "short" else [])
+        if kind == "short":
+            self.before = found
+        return _Here(Arrived(found, np.asarray(notes_n)))
+
+
+@dataclass(frozen=True)
+class _Here:
+    arrived: Arrived
+
+    def result(self) -> Arrived:
+        return self.arrived
+
+
+def _over_stack(kind: str, nodes: int, leaves_n: list[Leaves], weight_N: jax.Array, before: Leaves) -> Leaves:
+    stacked = [jnp.stack(parts) for parts in zip(*leaves_n, strict=True)]
+    over_nodes = jax.vmap(partial(on_node, kind, nodes), in_axes=(0, 0, None), axis_name=NODE)
+    return [x[0] for x in over_nodes(stacked, weight_N, before)]

@@ -1,0 +1,125 @@
+"""One node: workers that share one set of parameters and sum their gradients in every step.
+
+All arrays of a node have a leading axis of one, so that those of all nodes make stacked arrays without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from hetjax.run.clocks import Lap
+from hetjax.run.compiles import expected
+from hetjax.run.layout import HOST_SLOTS, SLOTS, Layout, Parts
+from hetjax.run.update import Finish
+from hetjax.run.workers import AXIS, Workers
+from hetjax.sync.daso.blend import Terms
+from hetjax.sync.daso.mean import Leaves
+
+Tree = Any
+
+
+class Node:
+    """Holds what its workers hold. All programs are compiled before the first step."""
+
+    def __init__(self, workers: Workers, layout: Layout, finish: Finish, core: Tree):
+        self.workers, self.layout, self.finish = workers, layout, finish
+        with expected():
+            self.core = jax.jit(partial(jax.tree.map, jnp.copy))(jax.device_put(core, workers.replicated))
+            self._compile()
+        self.tail: jax.Array | None = None  # of the last step: its scalars, and the slots of this node's workers
+
+    def _compile(self) -> None:
+        count, layout, params = len(self.workers), self.layout, self.core[0]
+        held = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=self.workers.replicated)
+        wide = lambda size, dtype: jax.ShapeDtypeStruct((count, size), dtype, sharding=self.workers.sharded)
+        adding = jax.shard_map(
+            self._add, mesh=self.workers.mesh, in_specs=(P(AXIS), P(AXIS)), out_specs=(P(), P()), check_vma=False
+        )
+        parts = tuple(wide(size, layout.dtype) for size in layout.sizes)
+        self._run_add = jax.jit(adding).lower(parts, wide(HOST_SLOTS, np.float32)).compile()
+        totals = [held((1, size), layout.dtype) for size in (*layout.sizes[:-1], layout.sizes[-1] + 1)]
+        self._run_apply = jax.jit(self._apply, donate_argnums=0).lower(self.core, totals).compile()
+        scalar = held((), np.float32)
+        self._run_blend = (
+            jax.jit(self._blend, donate_argnums=0)
+            .lower(params, jax.tree.leaves(params), params, Terms(scalar, scalar, scalar))
+            .compile()
+        )
+        self._run_copy = jax.jit(partial(jax.tree.map, jnp.copy)).lower(params).compile()
+
+    # -- on the devices --
+
+    def _add(self, parts_1: Parts, slots_1xH: jax.Array) -> tuple[Leaves, jax.Array]:
+        """The node's sums, behind them how many workers were not finite; and the tail for the host."""
+        count, size = len(self.workers), self.layout.sizes[-1]
+        parts = tuple(part[0] for part in parts_1)
+        own = self.layout.outgoing(parts, slots_1xH[0], jax.lax.axis_index(AXIS), count)
+        *large, rest = summed = jax.lax.psum(own, AXIS)
+        nonfinite = rest[size:].reshape(count, len(SLOTS))[:, SLOTS.index("nonfinite")].sum()
+        totals = [*large, jnp.concatenate([rest[:size], nonfinite[None]])]
+        return [x[None] for x in totals], self.layout.tail(summed)
+
+    def _apply(self, core_1: Tree, totals_1: Leaves) -> tuple[Tree, jax.Array]:
+        """The update, where all sums are finite and there is any weight; and the scalars that it came from."""
+        core, totals = jax.tree.map(lambda x: x[0], (core_1, totals_1))
+        sums, rest = self.layout.unpack(tuple(totals)), totals[-1]
+        moved = jax.lax.cond((rest[-1] == 0) & (sums.weight > 0), self.finish, lambda core, sums: core, core, sums)
+        return jax.tree.map(lambda x: x[None], moved), rest[-4 - len(self.layout.metrics) : -1]
+
+    def _blend(self, params: Tree, mean: Leaves, sent: Tree, terms: Terms) -> Tree:
+        leaves, tree = jax.tree.flatten(params)
+
+        def one(x: jax.Array, m: jax.Array, s: jax.Array) -> jax.Array:
+            keep, take, back = (t.astype(x.dtype) for t in terms)
+            return keep * x + take * m - back * s
+
+        return jax.tree.unflatten(
+            tree, [one(*parts) for parts in zip(leaves, mean, jax.tree.leaves(sent), strict=True)]
+        )
+
+    # -- on the host --
+
+    def add(self, laps: Sequence[Lap], slots: Sequence[list[float]]) -> Leaves:
+        """The sums of this step over the node's workers, on all of them."""
+        parts = tuple(self.workers.stack(part) for part in zip(*(lap.parts for lap in laps), strict=True))
+        said = self.workers.from_host(list(np.asarray(slots, np.float32)))
+        totals, self.tail = self._run_add(parts, said)
+        return totals
+
+    def apply(self, totals: Leaves) -> jax.Array:
+        """Move on by these sums, of this node or of all; their scalars."""
+        self.core, scalars = self._run_apply(self.core, [self.put(x) for x in totals])
+        return scalars
+
+    def snapshot(self) -> Tree:
+        """The parameters as they are now, in buffers that stay."""
+        return self._run_copy(self.core[0])
+
+    def blend(self, mean: Leaves, sent: Tree, terms: Terms) -> None:
+        mean = [self.put(x) for x in mean]
+        on_all = Terms(*(self.put(np.float32(t)) for t in terms))
+        self.core = (self._run_blend(self.core[0], mean, sent, on_all), *self.core[1:])
+
+    def put_leaves(self, places: Sequence[int], values: Leaves) -> None:
+        """Put these arrays in the place of those leaves of the core."""
+        leaves, tree = jax.tree.flatten(self.core)
+        for place, value in zip(places, values, strict=True):
+            leaves[place] = self.put(value)
+        self.core = jax.tree.unflatten(tree, leaves)
+
+    def put(self, x: Any) -> jax.Array:
+        """On all workers of this node."""
+        if isinstance(x, jax.Array) and x.sharding == self.workers.replicated:
+            return x
+        return jax.device_put(x, self.workers.replicated)
+
+    def lead(self, tree: Tree) -> Tree:
+        """The pieces on the node's first worker."""
+        return jax.tree.map(lambda x: x.addressable_shards[0].data, tree)

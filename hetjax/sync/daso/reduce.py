@@ -1,0 +1,258 @@
+"""The reduce of DASO: gradients are summed inside a node in every step, parameters between nodes when it is due."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from hetjax.plan.daso_schedule import Schedule
+from hetjax.plan.sampler import Step
+from hetjax.run.clocks import Lap
+from hetjax.run.layout import SLOTS, Layout, Report
+from hetjax.run.update import State
+from hetjax.run.workers import Workers
+from hetjax.sync.daso.blend import ALL_OF_IT, Terms, receives_first, terms
+from hetjax.sync.daso.exchange import Arrived, Exchange, Flight
+from hetjax.sync.daso.mean import NODE, Leaves
+from hetjax.sync.daso.node import Node
+from hetjax.sync.daso.notes import Notes, as_words, from_words
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How nodes agree: what is done with a late average, what travels, and whether all nodes count alike."""
+
+    blend: str = "delta"
+    wire: str = "bfloat16"
+    faithful: bool = False
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """An exchange under way, and what each node of this process has sent."""
+
+    flight: Flight
+    sent_n: list[Tree]
+
+
+class Nodes:
+    """Holds one set of parameters for each node of this process, and moves all of them on by one step."""
+
+    name = "nodes"
+
+    def __init__(
+        self,
+        workers: Workers,
+        layout: Layout,
+        samples: int,
+        nodes: Sequence[Node],
+        leads: Sequence[jax.Device],
+        exchange: Exchange,
+        schedule: Schedule,
+        manner: Manner,
+    ):
+        """samples: of an epoch; leads: the first worker of every node, of all processes."""
+        self.workers, self.layout, self.samples = workers, layout, samples
+        self.nodes, self.exchange, self.schedule, self.manner = list(nodes), exchange, schedule, manner
+        mesh = Mesh(np.array(leads), (NODE,), axis_types=(AxisType.Auto,))
+        self._over_nodes = NamedSharding(mesh, PartitionSpec(NODE))
+        ends = np.cumsum([len(node.workers) for node in self.nodes])
+        self._slices = [slice(end - len(node.workers), end) for end, node in zip(ends, self.nodes, strict=True)]
+        self._notes_n = [Notes() for _ in self.nodes]
+        self._pending: _Pending | None = None
+        self._mean: Leaves | None = None  # the last one received with 16 bits on the wire
+        self._told: list[Notes] | None = None  # what all nodes said, where that arrived with the last step
+        self._reports_n: list[Report] | None = None  # of the last step
+        self._scalars: jax.Array | None = None  # of all nodes in the last step, where their gradients were summed
+        self._loss: Report | None = None  # the last one of a step with samples
+
+    # -- a step --
+
+    def step(
+        self, laps: Sequence[Lap], slots: Sequence[list[float]], at: Step, weights: Sequence[float] | None = None
+    ) -> None:
+        if weights is not None:
+            raise ValueError("DASO counts all samples alike: use a controller without weights of its own.")
+        totals_n = [node.add(laps[part], slots[part]) for node, part in zip(self.nodes, self._slices, strict=True)]
+        self._told = self._reports_n = self._scalars = None
+        last, cycling = at.end == self.samples, self.schedule.skip > 0
+        act = self.schedule.step(last)
+        if act.gradients:
+            flight = self._start("total", [node.lead(x) for node, x in zip(self.nodes, totals_n, strict=True)])
+            totals_n = [self._learn(flight).leaves] * len(self.nodes)
+        scalars_n = [node.apply(totals) for node, totals in zip(self.nodes, totals_n, strict=True)]
+        if act.gradients:
+            self._scalars = scalars_n[0]
+        self._agree(act.send, act.receive, act.block)
+        if last:
+            self._end_epoch(cycling)
+
+    def _agree(self, send: bool, receive: int, block: bool) -> None:
+        due, first = self._pending, receives_first(self.manner.blend)
+        rule = terms(self.manner.blend, receive, self.exchange.nodes)
+        if receive and first:
+            self._receive(due, rule)
+        if receive:
+            self._pending = None
+        if send:
+            self._send([node.snapshot() for node in self.nodes])
+        if receive and not first:
+            self._receive(due, rule)
+        if block:
+            self._receive(self._pending, ALL_OF_IT)
+            self._pending = None
+
+    def _send(self, sent_n: list[Tree]) -> None:
+        leaves_n = [jax.tree.leaves(node.lead(sent)) for node, sent in zip(self.nodes, sent_n, strict=True)]
+        kind = "short" if self.manner.wire == "bfloat16" else "mean"
+        self._pending = _Pending(self._start(kind, leaves_n), sent_n)
+
+    def _start(self, kind: str, leaves_n: list[Leaves]) -> Flight:
+        self._read()
+        checksum = zlib.crc32(repr(self.schedule.state_dict()).encode()) & 0xFFFFFF
+        weight_n = [1.0 if self.manner.faithful else notes.batch for notes in self._notes_n]
+        said_n = np.array([replace(notes, checksum=checksum).array() for notes in self._notes_n])
+        for notes in self._notes_n:
+            notes.sent()
+        return self.exchange.start(kind, leaves_n, weight_n, said_n)
+
+    def _receive(self, pending: _Pending | None, rule: Terms) -> None:
+        assert pending is not None
+        arrived = self._learn(pending.flight)
+        if self.manner.wire == "bfloat16":
+            self._mean = arrived.leaves
+        for node, sent in zip(self.nodes, pending.sent_n, strict=True):
+            node.blend(arrived.leaves, sent, rule)
+
+    def _learn(self, flight: Flight) -> Arrived:
+        """Wait for an exchange and take notice of what the nodes said."""
+        arrived = flight.result()
+        self._told = [Notes.of(row) for row in arrived.table]
+        odd = [j for j, notes in enumerate(self._told) if notes.checksum != self._told[0].checksum]
+        if odd:
+            raise RuntimeError(
+                f"Nodes {odd} are at another place of the schedule than node 0: they no longer agree. Check that all "
+                "run the same code, data and configuration, and start again from the last checkpoint."
+            )
+        return arrived
+
+    def _end_epoch(self, cycling: bool) -> None:
+        assert self._told is not None
+        weight = sum(notes.weight for notes in self._told)
+        self.schedule.end_epoch(sum(notes.loss for notes in self._told) / weight if weight else np.nan)
+        for notes in self._notes_n:
+            notes.loss = notes.weight = 0.0
+        if cycling and not self.manner.faithful:
+            self._average_rest(with_optimiser=self.schedule.skip == 0)
+
+    def _average_rest(self, with_optimiser: bool) -> None:
+        """What goes along with the parameters: model state, moving average, counters; before a blocking phase, the
+        whole state of the optimiser too."""
+        places, told = _averaged(self.nodes[0].core, with_optimiser), self._told
+        if places:
+            leaves_n = [node.lead([jax.tree.leaves(node.core)[k] for k in places]) for node in self.nodes]
+            mean = self._learn(self._start("mean", leaves_n)).leaves
+            for node in self.nodes:
+                node.put_leaves(places, mean)
+        self._told = told
+
+    # -- what is told --
+
+    def _read(self) -> list[Report]:
+        """What each node's workers did in the last step; counted into the notes when it is read first."""
+        if self._reports_n is None:
+            self._reports_n = []
+            for node, notes in zip(self.nodes, self._notes_n, strict=True):
+                if node.tail is None:
+                    continue
+                report = Report.read(self.layout, np.asarray(node.tail.addressable_data(0)), len(node.workers))
+                self._reports_n.append(report)
+                seconds = np.max(report.times_W[report.rows_W > 0], initial=0.0)  # NaN if one was not timed
+                notes.step(report.count, seconds if seconds > 0 else None)
+                if not report.nonfinite_W.any():
+                    notes.loss, notes.weight = notes.loss + report.loss_sum, notes.weight + report.weight
+                notes.stop, notes.save = max(notes.stop, report.stop), max(notes.save, report.save)
+        return self._reports_n
+
+    def report(self) -> Report:
+        reports_n = self._read()
+        tails = [np.asarray(node.tail.addressable_data(0)) for node in self.nodes if node.tail is not None]
+        cut = 3 + len(self.layout.metrics)
+        own = np.sum([tail[:cut] for tail in tails], axis=0)
+        scalars = own if self._scalars is None else np.asarray(self._scalars.addressable_data(0))
+        report = Report.read(self.layout, np.concatenate([scalars, *(tail[cut:] for tail in tails)]), len(self.workers))
+        if self.exchange.nodes > len(reports_n):  # what others have to follow takes effect when all know of it
+            told = self._told or []
+            report = replace(report, stop=any(n.stop for n in told), save=any(n.save for n in told))
+        if report.weight or report.nonfinite_W.any():
+            self._loss = report
+        elif self._loss is not None:  # a node that sat this step out
+            seen = self._loss
+            report = replace(report, loss_sum=seen.loss_sum, weight=seen.weight, metric_sums=seen.metric_sums)
+        return report
+
+    # -- what is held --
+
+    def state(self, step: int, cursor: int) -> State:
+        core = jax.tree.map(self._stacked, *(node.lead(node.core) for node in self.nodes))
+        words_n = [as_words(notes.array())[None] for notes in self._notes_n]
+        leads = [node.workers.devices[0] for node in self.nodes]
+        more = {"notes": self._stacked(*map(jax.device_put, words_n, leads))}
+        if self._mean is not None:
+            more["mean"] = self._mean
+        if self._pending is not None:
+            sent_n = [node.lead(sent) for node, sent in zip(self.nodes, self._pending.sent_n, strict=True)]
+            more["sent"] = jax.tree.leaves(jax.tree.map(self._stacked, *sent_n))
+        return replace(State.of(core, step, cursor), replicas=self.exchange.nodes, more=more)
+
+    def _stacked(self, *pieces_n: jax.Array) -> jax.Array:
+        shape = (self.exchange.nodes, *pieces_n[0].shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, self._over_nodes, list(pieces_n))
+
+    def go_on(self, words_n: Sequence[np.ndarray], mean: Leaves | None, sent_n: Sequence[Leaves] | None) -> None:
+        """Take up what `State.more` held: notes, the last mean, and an exchange that was under way, which is started
+        again."""
+        self._mean = mean
+        self._notes_n = [Notes.of(from_words(words)) for words in words_n]
+        if sent_n is not None:
+            kept = [replace(notes) for notes in self._notes_n]
+            trees = [
+                jax.tree.unflatten(jax.tree.structure(node.core[0]), leaves)
+                for node, leaves in zip(self.nodes, sent_n, strict=True)
+            ]
+            self._send([jax.tree.map(node.put, tree) for node, tree in zip(self.nodes, trees, strict=True)])
+            self._notes_n = kept
+
+    def per_worker(self) -> list[list[jax.Array]]:
+        return [leaves for node in self.nodes for leaves in node.workers.copies(jax.tree.leaves(node.core[:2]))]
+
+    def on_mesh(self) -> Tree:
+        stack = lambda *leaves_n: self.workers.stack(
+            [piece for node, leaf in zip(self.nodes, leaves_n, strict=True) for piece in node.workers.pieces(leaf)]
+        )
+        return jax.tree.map(stack, *(node.core[:2] for node in self.nodes))
+
+    def ready(self) -> list[jax.Array]:
+        return [piece for node in self.nodes for piece in node.workers.pieces(jax.tree.leaves(node.core)[0])]
+
+
+def _averaged(core: Tree, with_optimiser: bool) -> list[int]:
+    """Which leaves of the core go along with the parameters."""
+    places, at = [], 0
+    for part, tree in enumerate(core):
+        for leaf in jax.tree.leaves(tree):
+            number = jnp.issubdtype(leaf.dtype, jnp.signedinteger)
+            real = jnp.issubdtype(leaf.dtype, jnp.floating)
+            if part > 0 and (number or (real and (part != 2 or with_optimiser))):
+                places.append(at)
+            at += 1
+    return places
