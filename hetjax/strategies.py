@@ -10,7 +10,6 @@ from hetjax import sync as syncs
 from hetjax.plan import controllers
 from hetjax.plan.controllers.protocol import Controller
 from hetjax.run.engines.choose import ENGINES
-from hetjax.sync.protocol import Sync
 
 PARTITIONS = ("global", "proportional")
 SYNCS = tuple(syncs.REGISTRY)
@@ -39,7 +38,7 @@ class Strategy:
     def make_controller(self) -> Controller:
         return controllers.make(self.controller, **self.options)
 
-    def make_sync(self) -> Sync:
+    def make_sync(self) -> syncs.AnySync:
         return syncs.make(self.sync, **self.sync_options)
 
 

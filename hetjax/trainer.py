@@ -29,13 +29,16 @@ from hetjax.run.calibrate import time_local_phases
 from hetjax.run.clocks import Lap, no_hold
 from hetjax.run.compiles import compiles
 from hetjax.run.engines import Rows
+from hetjax.run.engines.protocol import Replicas
 from hetjax.run.layout import Report
 from hetjax.run.reduce import Reduce, make_reduce, own_slots
 from hetjax.run.session import Session, open_session, shapes
 from hetjax.run.simulate import Simulation, constant
 from hetjax.run.update import State, running_average, unchanged
 from hetjax.run.workers import Workers
-from hetjax.sync.protocol import Rule, Setting, Sync
+from hetjax.sync import AnySync, Asynchronous
+from hetjax.sync.hogbatch import Job
+from hetjax.sync.protocol import Rule, Setting
 
 log = logging.getLogger("hetjax")
 Tree = Any
@@ -85,7 +88,7 @@ class Trainer:
         batch_size: int,
         controller: str | Controller = "balanced",
         partition: str = "global",
-        sync: str | Sync = "allreduce",
+        sync: str | AnySync = "allreduce",
         engine: str = "auto",
         transport: str = "auto",
         devices: Sequence[jax.Device] | None = None,
@@ -117,10 +120,15 @@ class Trainer:
         self.loss_fn, self.eval_fn, self.optimizer = loss_fn, eval_fn or loss_fn, optimizer
         self.batch_size, self.seed = int(batch_size), int(seed)
         self.controller: Controller = controllers.make(controller) if isinstance(controller, str) else controller
-        self.sync: Sync = syncs.make(sync) if isinstance(sync, str) else sync
+        self.sync: AnySync = syncs.make(sync) if isinstance(sync, str) else sync
         self.workers = Workers.of(devices)
         self.engine, self.transport, self.partition = engine, transport, partition
         self.quantum: int = quantum if quantum is not None else getattr(loss_fn, "quantum", 1)
+        if isinstance(self.sync, Asynchronous) and partition != "global":
+            raise ValueError(
+                f"With the sync {self.sync.name!r} whoever is free takes the next samples, so there are no shards. Use "
+                f"partition='global', not {partition!r}."
+            )
         if partition != "global" and self.quantum > 1:
             raise ValueError(
                 f"This model's BatchNorm takes its statistics over groups of {self.quantum} samples, and shards are "
@@ -184,7 +192,12 @@ class Trainer:
         session = self._session(state, source, train=True)
         advance = self.advance if state.model_state is not None else None
         rule = Rule(self.optimizer, advance, self.ema_decay)
-        setting = Setting(self.workers, session.layout, rule, self.transport, len(source), self.batch_size, self.seed)
+        if isinstance(self.sync, Asynchronous):
+            return self._without_steps(self.sync, session, rule, state, source, end, hooks)
+        until = end if steps is None else state.cursor + steps * self.batch_size
+        setting = Setting(
+            self.workers, session.layout, rule, self.transport, len(source), self.batch_size, self.seed, until
+        )
         reduce = self.sync.open(setting, state)
         feed = Feed(source, sampler)
         history = History(
@@ -208,7 +221,7 @@ class Trainer:
                 done, samples = done + 1, samples + flight.step.batch
                 record = _record(done, flight, report, now - last, now - began, samples)
                 last = now
-                state = reduce.state(done, state.cursor + flight.step.batch)
+                state = reduce.state(done, state.cursor + flight.step.advance)
                 ideal_s += self._ideal_seconds(flight)
                 history.records.append(record)
                 self._check_finite(record)
@@ -220,10 +233,7 @@ class Trainer:
         finally:
             feed.close()
             _tell(hooks, "end", history)
-        if self.simulation is not None:
-            history.overruns = self.simulation.overruns
-            if warning := self.simulation.verdict():
-                log.warning(warning)
+        self._judge_simulation(history)
         self._order = sampler.state_dict(state.cursor) if self.partition != "global" else None
         return state, history
 
@@ -297,6 +307,43 @@ class Trainer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _without_steps(
+        self,
+        sync: Asynchronous,
+        session: Session,
+        rule: Rule,
+        state: State,
+        source: Source,
+        end: int,
+        hooks: Sequence[Hook],
+    ) -> tuple[State, History]:
+        """Hand over to a sync that has no steps of all workers together."""
+        assert isinstance(self._sampler, Sampler)
+        self._stop = False
+        job = Job(
+            session,
+            rule,
+            self.workers,
+            self._sampler,
+            source,
+            end,
+            self.simulation,
+            self.wait_limit,
+            hooks,
+            tell=_tell,
+            stopping=lambda: self._stop,
+            saving=self._was_asked_to_save,
+            check=self._check_finite,
+            calibrate=lambda session, replicas: self._calibrate(session, replicas, source),
+        )
+        state, history = sync.fit(job, state)
+        self._judge_simulation(history)
+        return state, history
+
+    def _was_asked_to_save(self) -> bool:
+        asked, self._save = self._save, False
+        return asked
+
     # -- the loop --
 
     def _steps(
@@ -332,7 +379,7 @@ class Trainer:
                     yield flying, (report := self._learn(flying, reduce, train, state.step - 1))
                     if report.stop:
                         left = 1
-                cursor += flight.step.batch
+                cursor += flight.step.advance
                 left = None if left is None else left - 1
                 more = cursor < end and left != 0
                 if more:
@@ -358,7 +405,7 @@ class Trainer:
         step, plan = sampler.next(cursor, decide)
         rows = Rows(*feed.take(step.epoch, *self._span(plan, step)))
         packed = session.engine.pack(rows, step, plan.counts_W, self.seed)
-        following = sampler.ahead(cursor + step.batch) if cursor + step.batch < end else None
+        following = sampler.ahead(cursor + step.advance) if cursor + step.advance < end else None
         if following is not None:
             feed.prepare(following.epoch, *self._span(plan, following, margin=self.batch_size // _MARGIN_SHARE))
         return _Flight(step, plan, limits.work(plan.counts_W)), packed
@@ -428,6 +475,8 @@ class Trainer:
             if stop_at <= cursor:
                 raise ValueError(f"Nothing left to train: the cursor is at {cursor} samples and stop_at is {stop_at}.")
             return stop_at
+        if isinstance(self.sync, Asynchronous) and isinstance(sampler, Sampler) and steps is not None:
+            return sampler.samples_in(sampler.whole_steps(cursor) + steps)
         return cursor + sampler.size * (epochs if epochs is not None else steps or 0)
 
     def _check_alike(self, state: State, source: Source) -> None:
@@ -451,19 +500,25 @@ class Trainer:
             if known.key == str(shape):
                 return known
             known.close()
+        options = {
+            "engine": self.engine,
+            "batch": self.batch_size,
+            "hold": self.simulation.hold if self.simulation is not None and train else no_hold,
+            **self._engine_options,
+        }
+        if isinstance(self.sync, Asynchronous):  # in an evaluation its capacities, of single batches, do not count
+            alone = self.sync.engine_options(self.workers, self.quantum, self.simulation, **options)
+            options |= alone if train else {"capacity": None}
         session = open_session(
             self.loss_fn if train else self.eval_fn,
             shape,
             self.workers,
             train=train,
             own_parameters=train and self.sync.own_parameters,
-            engine=self.engine,
-            batch=self.batch_size,
             quantum=self.quantum,
-            hold=self.simulation.hold if self.simulation is not None and train else no_hold,
             wait_limit=self.wait_limit,
             priced_by_rows=self.simulation is not None and train,
-            **self._engine_options,
+            **options,
         )
         if session.exact_sync and train and self.controller.name not in ("equal", "static"):
             session.close()
@@ -475,7 +530,7 @@ class Trainer:
         self._sessions[train] = session
         return session
 
-    def _calibrate(self, session: Session, reduce: Reduce, source: Source) -> None:
+    def _calibrate(self, session: Session, reduce: Replicas, source: Source) -> None:
         """Fix the simulated row time from equal phases of all workers at once."""
         assert self.simulation is not None
         sampler = Sampler(len(source), self.batch_size, shuffle=False)
@@ -489,6 +544,12 @@ class Trainer:
             said = gather([rows_W.tolist(), seconds_W.tolist()])
             rows_W, seconds_W = (np.concatenate(parts) for parts in zip(*said, strict=True))
         self.simulation.calibrate(rows_W, seconds_W)
+
+    def _judge_simulation(self, history: History) -> None:
+        if self.simulation is not None:
+            history.overruns = self.simulation.overruns
+            if warning := self.simulation.verdict():
+                log.warning(warning)
 
     def _ideal_seconds(self, flight: _Flight) -> float:
         return flight.step.batch / self.simulation.ideal() if self.simulation is not None else 0.0

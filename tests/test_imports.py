@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "models": {"models", "data"},
     "launch": {"launch"},
     "run": {"run", "plan", "data", "launch"},
-    "sync": {"sync", "run", "plan", "data"},
+    "sync": {"sync", "run", "plan", "data", "history"},
 }
 
 

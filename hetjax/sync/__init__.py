@@ -6,16 +6,41 @@ from collections.abc import Callable
 from typing import Any
 
 from hetjax.sync.allreduce import AllReduce
+from hetjax.sync.daso import Daso
 from hetjax.sync.decentralised import Decentralised
+from hetjax.sync.hogbatch import AdaptiveHogbatch, AdaptiveSgd, Asynchronous, Hogbatch
 from hetjax.sync.protocol import Rule, Setting, Sync
 
-REGISTRY: dict[str, Callable[..., Sync]] = {"allreduce": AllReduce, "decentralised": Decentralised}
+AnySync = Sync | Asynchronous  # with steps of all workers together, or without
+
+REGISTRY: dict[str, Callable[..., AnySync]] = {
+    "allreduce": AllReduce,
+    "decentralised": Decentralised,
+    "daso": Daso,
+    "hogbatch": Hogbatch,
+    "adaptive-hogbatch": AdaptiveHogbatch,
+    "adaptive-sgd": AdaptiveSgd,
+}
 
 
-def make(name: str, **options: Any) -> Sync:
+def make(name: str, **options: Any) -> AnySync:
     if name not in REGISTRY:
         raise ValueError(f"There is no sync {name!r}: use one of {', '.join(REGISTRY)}.")
     return REGISTRY[name](**options)
 
 
-__all__ = ["REGISTRY", "AllReduce", "Decentralised", "Rule", "Setting", "Sync", "make"]
+__all__ = [
+    "REGISTRY",
+    "AdaptiveHogbatch",
+    "AdaptiveSgd",
+    "AllReduce",
+    "AnySync",
+    "Asynchronous",
+    "Daso",
+    "Decentralised",
+    "Hogbatch",
+    "Rule",
+    "Setting",
+    "Sync",
+    "make",
+]
