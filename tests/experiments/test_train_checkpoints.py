@@ -1,0 +1,180 @@
+"""What the main job keeps and where: stopped, damaged, NaN; nothing unpickled, nothing written elsewhere."""
+
+import json
+import os
+import signal
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import train
+import train_setup
+from sample_log import Numbered, check_epochs, telling
+
+from hetjax import checkpoint, watch
+from hetjax.plan.sampler import Sampler
+from hetjax.watch import read_run
+
+SAMPLES, BATCH = 143, 30  # five steps an epoch
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """Flags of a tiny problem; `poisoned` may name a sample whose gradient is infinite."""
+
+    def flags(poisoned=None):
+        rng = np.random.default_rng(0)
+        x, y = rng.normal(size=(SAMPLES + 9, 6)).astype(np.float32), np.arange(SAMPLES + 9) % 3
+        if poisoned is not None:
+            x[poisoned] = 3e38
+        path = tmp_path / "data.npz"
+        np.savez(path, x_train=x[:SAMPLES], y_train=y[:SAMPLES], x_test=x[SAMPLES:], y_test=y[SAMPLES:])
+        return [
+            "--dataset", f"npz:{path}", "--model", "mlp", "--width", "8", "--dropout", "0.1", "--optimizer", "sgd",
+            "--learning-rate", "0.05", "--batch-size", str(BATCH),
+        ]  # fmt: skip
+
+    return flags
+
+
+@pytest.fixture
+def numbered_samples(monkeypatch):
+    """Every row of the metrics tells which samples were computed."""
+    make = train_setup.make_task_of
+
+    def telling_task(config):
+        task = make(config)
+        loss_fn = telling(task.model.loss_fn, len(task.train))
+        return replace(task, train=Numbered(task.train), model=replace(task.model, loss_fn=loss_fn))
+
+    monkeypatch.setattr(train_setup, "make_task_of", telling_task)
+
+
+@pytest.fixture
+def end_in_step(monkeypatch):
+    """SIGTERM comes when the rows of so many steps are written; with None it does not."""
+    tell, when = watch.Follow.__call__, [None]
+
+    def told(self, record, state):
+        tell(self, record, state)
+        if record.step == when[0] and isinstance(self.tracker, watch.Composite):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(watch.Follow, "__call__", told)
+    return lambda step: when.__setitem__(0, step)
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps_saved(folder):
+    return [int(path.name.removeprefix("step_")) for path in checkpoint.folder.stored(folder / "checkpoints")]
+
+
+def test_stopped_inside_an_epoch_of_shards_and_resumed_on_other_workers(
+    tmp_path, tiny, numbered_samples, end_in_step, capsys
+):
+    end_in_step(7)
+    flags = [*tiny(), "--devices", "3", "--epochs", "3", "--strategy", "dbs", "--out", str(tmp_path)]
+    assert train.main(flags) == 130
+    end_in_step(None)
+    assert "everything is saved" in " ".join(capsys.readouterr().out.split())
+    (stopped,) = steps_saved(tmp_path)
+    assert 7 <= stopped <= 9
+    assert train.main(["--resume", "--out", str(tmp_path), "--devices", "2", "--save-steps", "2", "--keep", "3"]) == 0
+    told = rows(tmp_path)
+    assert [row["step"] for row in told] == list(range(1, 16))
+    assert [len(row["counts"]) for row in told] == [3] * stopped + [2] * (15 - stopped)
+    assert check_epochs([(row["metrics"], sum(row["counts"])) for row in told], SAMPLES) == 3
+    assert steps_saved(tmp_path) == [12, 14, 15]
+    run_json = json.loads((tmp_path / "checkpoints" / "step_00000015" / "run.json").read_text())
+    assert run_json["extra"]["config"] == json.loads((tmp_path / "config.json").read_text())
+
+
+def test_the_one_before_a_damaged_checkpoint_is_resumed_from_with_a_warning(tmp_path, tiny, end_in_step, capsys):
+    flags = [*tiny(), "--devices", "2", "--epochs", "2", "--strategy", "equal", "--save-steps", "2"]
+    assert train.main([*flags, "--out", str(tmp_path / "whole")]) == 0
+    end_in_step(5)
+    folder = tmp_path / "run"
+    assert train.main([*flags, "--out", str(folder)]) == 130
+    end_in_step(None)
+    before, last = steps_saved(folder)
+    victim = folder / "checkpoints" / f"step_{last:08d}" / "run.json"
+    victim.write_bytes(victim.read_bytes().replace(b'"cursor": ', b'"cursor": 1', 1))
+    capsys.readouterr()
+    assert train.main(["--resume", "--out", str(folder), "--devices", "1"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "run.json has changed since it was written" in told
+    assert f"goes on after step {before}" in told
+    np.testing.assert_allclose(read_run(folder).loss_S, read_run(tmp_path / "whole").loss_S, rtol=1e-4)
+
+
+def test_infinity_stops_the_run_names_step_and_worker_and_keeps_the_last_good_checkpoint(tmp_path, tiny, capsys):
+    poisoned = int(Sampler(SAMPLES, BATCH).indices(0, 4 * BATCH - 1, 4 * BATCH)[0])  # the last one of step 4
+    folder = tmp_path / "run"
+    flags = [*tiny(poisoned), "--devices", "2", "--epochs", "3", "--strategy", "equal", "--save-steps", "3"]
+    assert train.main([*flags, "--out", str(folder)]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "Step 4: the loss or gradient of worker 1 was NaN or infinite" in told
+    assert f"The last checkpoint from before is {folder / 'checkpoints'}/step_00000003." in told
+    assert steps_saved(folder) == [3]
+    assert train.main(["--resume", "--out", str(folder), "--on-nonfinite", "skip"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "goes on after step 3" in told
+    assert told.count("its update was left out") == 3  # once an epoch
+    assert len(rows(folder)) == 15
+
+
+def test_a_folder_that_cannot_be_written_to_is_a_sentence(tmp_path, tiny, capsys):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").write_text("in the way")
+    assert (
+        train.main([*tiny(), "--devices", "1", "--steps", "1", "--strategy", "equal", "--out", str(tmp_path / "run")])
+        == 2
+    )
+    told = capsys.readouterr().err
+    assert "Checkpoints cannot be written to" in told
+    assert "Traceback" not in told
+
+
+@pytest.fixture
+def events():
+    """What Python's audit hooks see while the test runs: (event, argument); hooks cannot be taken away again."""
+    seen, listening = [], [True]
+
+    def hook(event, arguments):
+        if listening[0] and event in ("open", "pickle.find_class", "os.mkdir", "os.rename", "os.remove", "os.rmdir"):
+            seen.append((event, arguments))
+
+    sys.addaudithook(hook)
+    yield seen
+    listening[0] = False
+
+
+def changes_a_path(event, arguments):
+    """Whether something is written, made, renamed or removed there; names within an open folder say nothing new."""
+    if event == "open":
+        return bool((arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+    return event != "pickle.find_class" and os.path.isabs(arguments[0])
+
+
+def test_a_run_unpickles_nothing_and_writes_only_where_it_was_told(tmp_path, tiny, events, monkeypatch):
+    for name in ("elsewhere", "home", "tmp", "run"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    flags = [*tiny(), "--devices", "1", "--strategy", "equal", "--engine", "masked", "--save-steps", "2"]
+    events.clear()
+    assert train.main([*flags, "--steps", "3", "--out", str(tmp_path / "run")]) == 0
+    (tmp_path / "run" / "summary.json").unlink()
+    assert train.main(["--resume", "--out", str(tmp_path / "run"), "--steps", "4"]) == 0
+    assert not [arguments for event, arguments in events if event == "pickle.find_class"]
+    touched = [str(arguments[0]) for event, arguments in events if changes_a_path(event, arguments)]
+    outside = {path for path in touched if not path.startswith(str(tmp_path / "run")) and path != os.devnull}
+    assert not outside
+    assert sum(path.startswith(str(tmp_path / "run")) for path in touched) > 10
+    for name in ("elsewhere", "home", "tmp"):
+        assert not list((tmp_path / name).iterdir())
