@@ -1,0 +1,341 @@
+"""Decentralised SGD against the recursion written out in NumPy, what travels, and stopping and going on."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from problems import RandomPlans, problem
+
+from hetjax import NonFiniteError, Trainer
+from hetjax.plan.controllers.protocol import Plan
+from hetjax.plan.matcha import matcha
+from hetjax.plan.mixing import complete, ring
+from hetjax.plan.sampler import Sampler, Step
+from hetjax.run.clocks import Lap
+from hetjax.run.layout import Layout, Sums
+from hetjax.run.reduce import own_slots
+from hetjax.run.update import State
+from hetjax.run.workers import Workers
+from hetjax.sync import AllReduce, Decentralised
+from hetjax.sync.protocol import Rule, Setting
+
+SAMPLES, BATCH, SIZE = 60, 20, 3
+
+
+class Counts:
+    """A controller that always gives these counts."""
+
+    name = "counts"
+
+    def __init__(self, counts):
+        self.counts_W = np.array(counts)
+
+    def plan(self, batch, limits, epoch=0):
+        assert batch == self.counts_W.sum()
+        return Plan(self.counts_W)
+
+    def observe(self, seen):
+        pass
+
+    def state_dict(self):
+        return {}
+
+
+def squares(params, batch, keys):
+    return 0.5 * (batch["a"] @ params["x"] - batch["t"]) ** 2
+
+
+def quadratic(seed=0, dtype=np.float64):
+    """Samples of which those of different places have different solutions."""
+    rng = np.random.default_rng(seed)
+    a = rng.normal(size=(SAMPLES, SIZE))
+    return {"a": a.astype(dtype), "t": (a @ [1.0, -2, 0.5] + np.linspace(-1, 3, SAMPLES)).astype(dtype)}
+
+
+def by_hand(data, matrices, counts_SxW, rate, momentum=0.0, seed=0, faithful=False):
+    """x_i <- sum_j W_ij x_j - rate m_i, m_i <- momentum m_i + g_i(x_i), worker by worker in float64."""
+    workers = len(counts_SxW[0])
+    x_WxP, m_WxP, cursor = np.zeros((workers, SIZE)), np.zeros((workers, SIZE)), 0
+    sampler = Sampler(SAMPLES, BATCH, seed)
+    for matrix, counts_W in zip(matrices, counts_SxW, strict=True):
+        step = sampler.step(cursor)
+        index = sampler.indices(step.epoch, step.start, step.stop)
+        grad_WxP = np.zeros_like(x_WxP)
+        for i, mine in enumerate(np.split(index, np.cumsum(counts_W)[:-1])):
+            a, t = data["a"][mine].astype(np.float64), data["t"][mine].astype(np.float64)
+            total = a.T @ (a @ x_WxP[i] - t)
+            if len(mine):
+                grad_WxP[i] = total / len(mine) if faithful else total * workers / step.batch
+        m_WxP = momentum * m_WxP + grad_WxP
+        x_WxP = matrix @ x_WxP - rate * m_WxP
+        cursor += step.batch
+    return x_WxP
+
+
+def trained(data, sync, workers, steps, controller, optimizer=None, state=None, **options):
+    options = {"batch_size": BATCH, "rungs": [4, BATCH], **options}
+    with Trainer(
+        squares,
+        optimizer or optax.sgd(0.05),
+        controller=controller,
+        sync=sync,
+        devices=jax.devices()[:workers],
+        **options,
+    ) as trainer:
+        state = trainer.init({"x": jnp.zeros(SIZE, data["a"].dtype)}) if state is None else state
+        state, history = trainer.fit(state, data, steps=steps)
+        return state, history, trainer.answer(state)
+
+
+CUSTOM = np.array([[0.5, 0.3, 0.2, 0], [0.1, 0.6, 0.1, 0.2], [0.4, 0, 0.5, 0.1], [0, 0.1, 0.2, 0.7]])  # not symmetric
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize(
+    ("topology", "every", "counts", "faithful", "momentum"),
+    [
+        ("ring", 1, [5, 5, 5, 5], False, 0.0),
+        ("ring", 2, [9, 6, 4, 1], False, 0.9),
+        ("ring", 3, [9, 6, 4, 1], True, 0.0),
+        ("complete", 1, [9, 6, 4, 1], False, 0.9),
+        ("complete", 2, [12, 0, 7, 1], True, 0.9),
+        (CUSTOM, 1, [10, 0, 10, 0], False, 0.9),
+        (CUSTOM, 3, [9, 6, 4, 1], False, 0.0),
+    ],
+)
+def test_the_recursion_in_float64(topology, every, counts, faithful, momentum):
+    data, steps = quadratic(), 14
+    sync = Decentralised(topology, every, faithful=faithful)
+    state, history, answer = trained(data, sync, 4, steps, Counts(counts), optax.sgd(0.05, momentum))
+    matrix = {"ring": ring, "complete": complete}[topology](4) if isinstance(topology, str) else topology
+    matrices = [matrix if k % every == 0 else np.eye(4) for k in range(steps)]
+    expected_WxP = by_hand(data, matrices, history.counts, 0.05, momentum, faithful=faithful)
+    assert state.replicas == 4
+    np.testing.assert_allclose(np.asarray(state.params["x"]), expected_WxP, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(np.asarray(answer.params["x"]), expected_WxP.mean(axis=0), rtol=1e-9, atol=1e-9)
+    assert history.recompiles_after_warmup == 0
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("workers", [5, 8])
+def test_the_recursion_with_matchas_draws_and_plans_of_any_kind(workers):
+    data, steps, seed = quadratic(1), 20, 11
+    sync = Decentralised("ring", 2, matcha_budget=0.4)
+    state, history, _ = trained(data, sync, workers, steps, RandomPlans(2), seed=seed)
+    mixing = matcha(ring(workers), 0.4)
+    drawn = [mixing.active(seed, k) for k in range(steps)]
+    matrices = [mixing.matrix(drawn[k]) if k % 2 == 0 else np.eye(workers) for k in range(steps)]
+    assert len({tuple(active) for active in drawn[::2]}) > 2
+    expected_WxP = by_hand(data, matrices, history.counts, 0.05, seed=seed)
+    np.testing.assert_allclose(np.asarray(state.params["x"]), expected_WxP, rtol=1e-9, atol=1e-9)
+    assert history.recompiles_after_warmup == 0
+
+
+@pytest.mark.parametrize("engine", ["chunked", "looped", "masked"])
+def test_any_engine_and_float32(engine):
+    data = quadratic(dtype=np.float32)
+    options = {} if engine == "chunked" else {"rungs": None, "capacity": BATCH}
+    state, history, _ = trained(data, Decentralised(mix_every=2), 4, 12, Counts([9, 6, 4, 1]), engine=engine, **options)
+    matrices = [ring(4) if k % 2 == 0 else np.eye(4) for k in range(12)]
+    expected_WxP = by_hand(data, matrices, history.counts, 0.05)
+    np.testing.assert_allclose(np.asarray(state.params["x"]), expected_WxP, rtol=1e-5, atol=1e-5)
+
+
+# -- the reduce alone, fed by hand --
+
+
+def opened(sync, workers, params, optimizer, state=None, **rule):
+    """The reduce of a sync for these parameters, and the layout of their sums."""
+    layout = Layout.of(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params), (), ())
+    setting = Setting(
+        Workers.of(jax.devices()[:workers]), layout, Rule(optimizer, None, rule.get("ema_decay")), "auto", 100, 10
+    )
+    ema = None if rule.get("ema_decay") is None else params
+    return sync.open(setting, state or State(params, None, optimizer.init(params), ema)), layout
+
+
+def step(reduce, layout, grads, counts):
+    """One step from the workers' gradient sums and counts."""
+    laps = []
+    for device, grad, count in zip(reduce.workers.devices, grads, counts, strict=True):
+        zero = np.zeros(())
+        parts = layout.pack(Sums(grad, (), zero, zero + count, zero + count, {}))
+        laps.append(Lap(tuple(jax.device_put(part[None], device) for part in parts), count, 0.0, 0.0))
+    reduce.step(laps, [own_slots(None, count, 0, False) for count in counts], Step(0, 0, sum(counts)))
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("counts", [[5, 5, 5, 5], [11, 6, 2, 1]])
+@pytest.mark.parametrize("faithful", [False, True])
+def test_everybody_and_every_step_converges_to_the_solution_of_allreduce(counts, faithful):
+    """Different data for every worker: each one's samples have their own solution.
+
+    With a falling rate the mean of the workers goes to the solution of all samples. The published means go to another
+    one where counts are unequal: there every worker counts the same, however few its samples are.
+    """
+    rng = np.random.default_rng(5)
+    a, owner = rng.normal(size=(20, SIZE)), np.repeat(np.arange(4), counts)
+    t = a @ [1.0, -2, 0.5] + np.array([-2.0, 0.5, 3, 6])[owner]
+    alike = np.sqrt(1 / np.array(counts))[owner] if faithful else np.ones(20)
+    expected = np.linalg.lstsq(a * alike[:, None], t * alike, rcond=None)[0]
+
+    def run(sync, steps):
+        reduce, layout = opened(sync, 4, {"x": jnp.zeros(SIZE)}, optax.sgd(lambda k: 0.2 / (1 + k / 10)))
+        for _ in range(steps):
+            x_WxP = np.broadcast_to(np.asarray(reduce.state(0, 0).params["x"]), (4, SIZE))
+            grads = [{"x": a[owner == i].T @ (a[owner == i] @ x_WxP[i] - t[owner == i])} for i in range(4)]
+            step(reduce, layout, grads, counts)
+        return np.asarray(sync.answer(reduce.state(0, 0)).params["x"])
+
+    apart = [np.abs(run(Decentralised("complete", faithful=faithful), steps) - expected).max() for steps in (50, 400)]
+    assert apart[1] < 0.02
+    assert apart[1] < apart[0] / 3
+    reduced = run(AllReduce(), 400)
+    np.testing.assert_allclose(reduced, np.linalg.lstsq(a, t, rcond=None)[0], atol=5e-3)
+    if faithful and counts[0] > 5:
+        assert np.abs(reduced - expected).max() > 0.3  # the published method's own solution is another one
+
+
+def collectives(program):
+    """Of a compiled program: (operation, elements) of everything that moves between workers."""
+    found = re.findall(r"= (.*?) (all-reduce|all-gather|all-to-all|collective-permute)(?:-start)?\(", program.as_text())
+    size = lambda shape: int(np.prod([int(n) for n in shape.split(",") if n]))
+    return [(name, sum(size(shape) for shape in re.findall(r"\w+\[([\d,]*)\]", result))) for result, name in found]
+
+
+def test_only_neighbours_exchange_parameters_and_only_in_mixing_steps():
+    params = {"large": jnp.zeros((200, 100)), "small": jnp.zeros(7), "one": jnp.zeros(())}
+    size, few = 20008, 100
+    reduce, _ = opened(Decentralised("ring", 2), 8, params, optax.adam(0.1))
+    mixing, still = collectives(reduce.mix), collectives(reduce.stay)
+    assert sum(n for name, n in mixing if name == "collective-permute") == 2 * size
+    assert {name for name, _ in mixing} == {"collective-permute", "all-reduce"}
+    assert sum(n for name, n in mixing if name == "all-reduce") < few
+    assert [name for name, _ in still] == ["all-reduce"]
+    assert still[0][1] < few
+    everybody, _ = opened(Decentralised("complete"), 8, params, optax.sgd(0.1))
+    assert {name for name, _ in collectives(everybody.mix)} == {"all-reduce"}
+    assert sum(n for _, n in collectives(everybody.mix)) >= size
+    drawn, _ = opened(Decentralised("ring", matcha_budget=0.5), 8, params, optax.sgd(0.1))
+    assert "conditional" in drawn.mix.as_text()
+    assert [name for name, _ in collectives(drawn.stay)] == ["all-reduce"]
+
+
+def test_a_worker_without_samples_only_mixes():
+    """Values worked out by hand: three workers at 1, 4 and 7 become 4 - 0.1 * 3 * sum / 6 each."""
+    state = State({"x": jnp.array([[1.0], [4.0], [7.0]])}, None, optax.sgd(0.1).init({}), None, 0, 0, 3)
+    reduce, layout = opened(Decentralised("complete"), 3, {"x": jnp.zeros(1)}, optax.sgd(0.1), state)
+    step(reduce, layout, [{"x": np.full(1, 2.0)}, {"x": np.full(1, 8.0)}, {"x": np.zeros(1)}], [2, 4, 0])
+    np.testing.assert_allclose(np.asarray(reduce.core[0]["x"]).ravel(), [3.9, 3.6, 4.0], rtol=1e-6)
+    assert reduce.report().count == 6
+
+
+def test_nothing_moves_where_a_gradient_is_not_finite():
+    state = State({"x": jnp.array([[1.0], [4.0], [7.0]])}, None, optax.sgd(0.1).init({}), None, 0, 0, 3)
+    reduce, layout = opened(Decentralised("complete"), 3, {"x": jnp.zeros(1)}, optax.sgd(0.1), state)
+    step(reduce, layout, [{"x": np.ones(1)}, {"x": np.full(1, np.nan)}, {"x": np.ones(1)}], [2, 2, 2])
+    assert reduce.report().nonfinite_W.tolist() == [False, True, False]
+    np.testing.assert_array_equal(np.asarray(reduce.core[0]["x"]).ravel(), [1, 4, 7])
+
+
+def test_the_answer_averages_what_is_a_float_and_keeps_counters():
+    reduce, layout = opened(Decentralised(), 4, {"x": jnp.ones(2)}, optax.adam(0.1), ema_decay=0.5)
+    for k in range(3):
+        step(reduce, layout, [{"x": np.array([1.0, i - k])} for i in range(4)], [1, 2, 3, 4])
+    held, answer = reduce.state(3, 30), Decentralised().answer(reduce.state(3, 30))
+    assert (answer.replicas, answer.step, answer.cursor) == (0, 3, 30)
+    assert int(answer.opt_state[0].count) == 3
+    for of in (lambda s: s.params["x"], lambda s: s.ema["x"], lambda s: s.opt_state[0].mu["x"]):
+        np.testing.assert_allclose(np.asarray(of(answer)), np.asarray(of(held)).mean(axis=0), rtol=1e-6)
+
+
+# -- stopping and going on --
+
+
+def on_host(state):
+    return jax.tree.map(np.asarray, state)
+
+
+@pytest.mark.parametrize("budget", [None, 0.5])
+def test_stopping_and_going_on_is_the_same_run_to_the_bit(budget):
+    data, sync = quadratic(dtype=np.float32), Decentralised("ring", 2, budget)
+    run = lambda steps, state=None: trained(
+        data, sync, 4, steps, Counts([9, 6, 4, 1]), optax.adam(0.01), state, ema_decay=0.9
+    )[0]
+    whole = on_host(run(13))
+    half = on_host(run(7))
+    rest = on_host(run(6, half))
+    jax.tree.map(np.testing.assert_array_equal, whole, rest)
+    assert np.ptp(whole.params["x"], axis=0).max() > 1e-3  # the workers do differ
+
+
+def test_on_another_number_of_workers_all_start_from_the_answer():
+    data = quadratic(dtype=np.float32)
+    state, _, answer = trained(data, Decentralised(), 4, 7, Counts([9, 6, 4, 1]))
+    plain = lambda at: trained(data, Decentralised(), 2, 3, Counts([10, 10]), state=at)[0]
+    jax.tree.map(np.testing.assert_array_equal, on_host(plain(on_host(state))), on_host(plain(on_host(answer))))
+    reduced = lambda at: trained(data, AllReduce(), 2, 3, Counts([10, 10]), state=at)[0]
+    jax.tree.map(np.testing.assert_array_equal, on_host(reduced(on_host(state))), on_host(reduced(on_host(answer))))
+
+
+# -- in the trainer --
+
+
+def test_a_model_learns_and_is_tested_by_its_mean():
+    made = problem("mlp", samples=200)
+    with Trainer(
+        made.loss_fn, optax.adam(1e-2), batch_size=40, controller=RandomPlans(0), sync="decentralised",
+        devices=jax.devices()[:4], rungs=[8, 40], ema_decay=0.5,
+    ) as trainer:  # fmt: skip
+        state, history = trainer.fit(trainer.init(made.params), made.data, steps=60)
+        tested = trainer.evaluate(state, made.data)
+        averaged = trainer.evaluate(jax.tree.map(jnp.copy, trainer.answer(state)), made.data)
+    assert np.mean(history.losses[-5:]) < 0.8 * history.losses[0]  # labels by chance: there is not more to learn
+    assert tested == averaged
+    assert tested["loss"] < 0.8 * history.losses[0]
+    assert history.recompiles_after_warmup == 0
+    assert history.transport == "neighbours"
+
+
+def test_running_statistics_of_a_worker_without_samples_stay():
+    """BatchNorm's running averages are each worker's own; a step without samples does not pull them to zero."""
+
+    def loss_fn(params, state, batch, keys, mask_b):
+        total = jnp.where(mask_b, batch["t"], 0.0).sum()
+        return (params["x"] * batch["t"]) ** 2, ({"mean": total}, mask_b.sum())
+
+    with Trainer(
+        loss_fn, optax.sgd(0.0), batch_size=BATCH, controller=Counts([10, 10, 0, 0]), sync="decentralised",
+        devices=jax.devices()[:4], rungs=[BATCH],
+    ) as trainer:  # fmt: skip
+        state = trainer.init({"x": jnp.ones(())}, {"mean": jnp.full((), 5.0)})
+        state, _ = trainer.fit(state, {"t": np.full(SAMPLES, 3.0, np.float32)}, steps=1)
+    np.testing.assert_allclose(np.asarray(state.model_state["mean"]), [4.8, 4.8, 5, 5], rtol=1e-6)
+
+
+def test_a_bad_loss_names_the_worker_and_stops():
+    data = quadratic(dtype=np.float32)
+    data["t"][:] = np.nan
+    with pytest.raises(NonFiniteError, match="worker 0, 1, 2, 3"):
+        trained(data, Decentralised(), 4, 3, Counts([9, 6, 4, 1]))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"mix_every": 0}, "at least 1"),
+        ({"mix_every": 1.5}, "whole number"),
+        ({"matcha_budget": 0}, "above 0"),
+    ],
+)
+def test_wrong_options_are_refused(options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        Decentralised(**options)
+
+
+def test_a_hub_cannot_exchange():
+    with pytest.raises(ValueError, match="sync='allreduce'"):
+        trained(quadratic(dtype=np.float32), Decentralised(), 2, 1, Counts([10, 10]), transport="hub")
