@@ -110,7 +110,7 @@ class Method:
     """how the work is shared out"""
 
     strategy: Annotated[str | None, _choice(tuple(PRESETS))] = None
-    """preset of the four axes below; without it and without --controller, equal and balanced run in turn"""
+    """preset of the four axes below; without it, --controller and --sync, equal and balanced run in turn"""
     controller: Annotated[str | None, _choice(CONTROLLERS)] = None
     """how many samples each worker gets"""
     partition: Annotated[str | None, _choice(PARTITIONS)] = None
@@ -122,7 +122,13 @@ class Method:
     every: Annotated[str | None, _shown("STEPS|epoch")] = None
     """when the published laws act; each preset has its paper's cadence"""
     faithful: bool = False
-    """weigh gradients as published (dp, edp, dbs), biases included"""
+    """as published, biases included: gradients weighed (dp, edp, dbs, decentralised)"""
+    mix_every: Whole = None
+    """decentralised: steps from one mixing of the parameters to the next (1; rcd-sgd: 2)"""
+    topology: Annotated[str | None, _shown("ring|complete|FILE")] = None
+    """decentralised: who mixes with whom; FILE (.json or .npy) holds the doubly stochastic matrix, row by row"""
+    matcha_budget: Number = None
+    """decentralised: MATCHA, with this share of the topology's links used on average, e.g. 0.5"""
 
 
 @dataclass(frozen=True)
@@ -165,7 +171,8 @@ class Config:
     @property
     def compares(self) -> bool:
         """Whether equal and balanced are to run in turn."""
-        return self.method.strategy is None and self.method.controller is None
+        asked = self.method
+        return asked.strategy is None and asked.controller is None and asked.sync in (None, "allreduce")
 
     @property
     def folder(self) -> Path:

@@ -87,7 +87,8 @@ def method(config: Config) -> dict[str, Any]:
     asked = config.method
     every = asked.every if asked.every in (None, "epoch") else whole_numbers("--every", asked.every)[0]
     axes = {axis: getattr(asked, axis) for axis in ("controller", "partition", "sync", "engine", "faithful")}
-    return {"preset": asked.strategy, "every": every, **axes}
+    options = {name: getattr(asked, name) for name in ("mix_every", "topology", "matcha_budget")}
+    return {"preset": asked.strategy, "every": every, "sync_options": options, **axes}
 
 
 def numbers(flag: str, text: str) -> list[float]:

@@ -17,10 +17,11 @@ SYNCS = tuple(syncs.REGISTRY)
 # Named in the design, not built yet: asking for one is answered by a sentence, and --help does not offer it.
 _COMING = {
     "partition": ("submodular",),
-    "sync": ("decentralised", "daso", "hogbatch", "adaptive-hogbatch", "adaptive-sgd"),
+    "sync": ("daso", "hogbatch", "adaptive-hogbatch", "adaptive-sgd"),
 }
 _BY_EPOCH = ("dp", "edp", "dbs", "proportional")  # laws that act once an epoch unless told otherwise
 _WEIGHING = ("dp", "edp", "dbs")  # laws whose published form weighs the workers' gradients
+_SYNC_OPTIONS = {"decentralised": ("mix_every", "topology", "matcha_budget")}  # that a user can set by name
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,12 @@ def resolve(
     engine: str | None = None,
     every: int | str | None = None,
     faithful: bool = False,
+    sync_options: Mapping[str, Any] | None = None,
 ) -> tuple[str, Strategy]:
     """The strategy that a preset and single axes name together, and its name; an axis given wins over the preset's.
 
-    `every`: when the controller acts, a number of steps or 'epoch'. `faithful`: gradients weighed as published.
+    `every`: when the controller acts, a number of steps or 'epoch'. `faithful`: controller and sync as published.
+    `sync_options`: of the sync, by name; those that are None do not count.
     """
     if preset is not None and preset not in PRESETS:
         if preset in _COMING["sync"]:
@@ -93,13 +96,17 @@ def resolve(
         chosen = replace(chosen, options={})
     if chosen.sync != base.sync:
         chosen = replace(chosen, sync_options={})
-    chosen = replace(chosen, options={**chosen.options, **_options(chosen.controller, every, faithful)})
+    chosen = replace(
+        chosen,
+        options={**chosen.options, **_options(chosen, every, faithful)},
+        sync_options={**chosen.sync_options, **_sync_options(chosen.sync, sync_options or {}, faithful)},
+    )
     _check(chosen)
     return preset or chosen.controller, chosen
 
 
-def _options(controller: str, every: int | str | None, faithful: bool) -> dict[str, Any]:
-    options: dict[str, Any] = {}
+def _options(chosen: Strategy, every: int | str | None, faithful: bool) -> dict[str, Any]:
+    controller, options = chosen.controller, dict[str, Any]()
     if every is not None:
         if controller not in (*_BY_EPOCH, "lbbsp"):
             raise ValueError(
@@ -108,13 +115,25 @@ def _options(controller: str, every: int | str | None, faithful: bool) -> dict[s
             )
         options["every"] = every
     if faithful:
-        if controller not in _WEIGHING:
+        if controller in _WEIGHING:
+            options["faithful"] = True
+        elif chosen.sync == "allreduce":
             raise ValueError(
                 f"The controller {controller!r} weighs all samples alike, in its published form too: 'faithful' goes "
-                f"with {', '.join(_WEIGHING)}. Leave it out."
+                f"with {', '.join(_WEIGHING)}, or with another sync than allreduce. Leave it out."
             )
-        options["faithful"] = True
     return options
+
+
+def _sync_options(sync: str, given: Mapping[str, Any], faithful: bool) -> dict[str, Any]:
+    options = {name: value for name, value in given.items() if value is not None}
+    for name in options:
+        if name not in _SYNC_OPTIONS.get(sync, ()):
+            theirs = [other for other, names in _SYNC_OPTIONS.items() if name in names]
+            raise ValueError(
+                f"{name!r} is an option of the sync {_one_of(tuple(theirs))}, not of {sync!r}. Leave it out."
+            )
+    return options | ({"faithful": True} if faithful and sync != "allreduce" else {})
 
 
 def _check(chosen: Strategy) -> None:

@@ -26,6 +26,13 @@ def test_an_axis_wins_over_the_preset():
     assert resolve("dbs", controller="dp")[1].controller == "dp"
 
 
+def test_options_of_the_sync():
+    _, strategy = resolve(sync="decentralised", faithful=True, sync_options={"mix_every": 3, "topology": None})
+    assert strategy.sync_options == {"mix_every": 3, "faithful": True}
+    made = strategy.make_sync()
+    assert (made.name, made.mix_every, made.faithful, made.topology) == ("decentralised", 3, True, "ring")
+
+
 @pytest.mark.parametrize(
     ("asked", "sentence"),
     [
@@ -35,6 +42,7 @@ def test_an_axis_wins_over_the_preset():
         ({"controller": "dbs", "partition": "proportional", "every": 5}, "once an epoch"),
         ({"controller": "balanced", "faithful": True}, "weighs all samples alike"),
         ({"controller": "balanced", "every": 5}, "no cadence"),
+        ({"sync_options": {"mix_every": 2}}, "option of the sync decentralised, not of 'allreduce'"),
         ({"engine": "fast"}, "There is no engine 'fast'"),
     ],
 )
