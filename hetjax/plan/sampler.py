@@ -53,7 +53,7 @@ def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarr
 class Step:
     """One global step: the half-open range of positions in an epoch's order.
 
-    Where a process plans for its own part of a step only, `start` and `stop` are those of that part, `whole` is the step.
+    Where a process plans for its own part of a step only, `start` and `stop` are the part's, `whole` is the step.
     """
 
     epoch: int

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ from hetjax.plan.daso_schedule import Schedule
 from hetjax.run.update import State
 from hetjax.run.workers import Workers
 from hetjax.sync.daso.blend import BLENDS
-from hetjax.sync.daso.exchange import Exchange, Stacked
+from hetjax.sync.daso.exchange import Stacked
 from hetjax.sync.daso.mean import Leaves
 from hetjax.sync.daso.node import Node
 from hetjax.sync.daso.reduce import Manner, Nodes
@@ -65,7 +64,12 @@ class Daso:
             if value not in known:
                 raise ValueError(f"{what} is {value!r}: choose one of {', '.join(known)}.")
         self.nodes, self.warm_up, self.cool_down = nodes, warm_up, cool_down
-        self._options = {"max_skip": max_skip, "stability": stability, "overlap": overlap, "faithful": faithful}
+        self._options: dict[str, Any] = {
+            "max_skip": max_skip,
+            "stability": stability,
+            "overlap": overlap,
+            "faithful": faithful,
+        }
         self.manner = Manner(blend, wire, faithful)
         self.schedule = Schedule(**self._options)  # refuses nonsense at once
 
@@ -80,9 +84,7 @@ class Daso:
         goes_on = int(state.replicas) > 0
         cores = [self._core(state, j) for j in range(len(groups))]
         more = state.more if goes_on and state.more is not None else {}
-        mean = more.get("mean") or (
-            [jnp.asarray(x) for x in _mean_of(cores)] if self.manner.wire == "bfloat16" else None
-        )
+        mean = more.get("mean") or (_mean_of(cores) if self.manner.wire == "bfloat16" else None)
         nodes = [
             Node(workers, setting.layout, setting.rule.finish(), core)
             for workers, core in zip(groups, cores, strict=True)
@@ -159,4 +161,4 @@ class Daso:
 
 
 def _mean_of(cores: list[Tree]) -> Leaves:
-    return [sum(parts) / len(cores) for parts in zip(*(jax.tree.leaves(core[0]) for core in cores), strict=True)]
+    return [jnp.mean(jnp.stack(parts), 0) for parts in zip(*(jax.tree.leaves(core[0]) for core in cores), strict=True)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,11 @@ from hetjax.sync.daso import mean
 from hetjax.sync.daso.mean import NODE, Leaves
 
 KINDS = ("total", "mean", "short")  # a sum, a weighted mean, and one with 16 bits a number on the wire
+
+
+def weight_type() -> Any:
+    """As exact as JAX allows at the moment."""
+    return jax.dtypes.canonicalize_dtype(np.float64)
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,6 @@ class Exchange(Protocol):
     """`start` returns at once. Exchanges arrive in the order in which they were started."""
 
     nodes: int  # in all
-    mine: Sequence[int]  # those of this process
 
     def start(self, kind: str, leaves_n: Sequence[Leaves], weight_n: Sequence[float], notes_n: np.ndarray) -> Flight:
         """Leaves [1, ...] on the first worker of each node of this process; they must not change until they arrive."""
@@ -56,14 +60,14 @@ class Stacked:
     """All nodes are in this process: the same sums as across processes, over an axis of one device's array."""
 
     def __init__(self, devices: Sequence[jax.Device], before: Leaves | None):
-        self.nodes, self.mine = len(devices), range(len(devices))
+        self.nodes = len(devices)
         self.hub = devices[0]
         self.before = before if before is None else jax.device_put(before, self.hub)
         self._programs = {kind: jax.jit(partial(_over_stack, kind, self.nodes)) for kind in KINDS}
 
     def start(self, kind: str, leaves_n: Sequence[Leaves], weight_n: Sequence[float], notes_n: np.ndarray) -> Flight:
         here = [jax.device_put(leaves, self.hub) for leaves in leaves_n]
-        weight_N = jax.device_put(np.asarray(weight_n, np.float32), self.hub)
+        weight_N = jax.device_put(np.asarray(weight_n, weight_type()), self.hub)
         with expected():
             found = self._programs[kind](here, weight_N, self.before if kind == "short" else [])
         if kind == "short":

@@ -21,16 +21,14 @@ def total(parts: Leaves) -> Leaves:
 
 
 def mean(leaves: Leaves, weight: jax.Array) -> Leaves:
-    """Weighted by `weight` over its sum. Counters are rounded; what is no number that can be averaged stays as it is."""
+    """Weighted by `weight` over its sum; counters are rounded."""
     share = weight / jax.lax.psum(weight, NODE)
 
     def one(x: jax.Array) -> jax.Array:
         if jnp.issubdtype(x.dtype, jnp.floating):
             wide = jnp.promote_types(x.dtype, jnp.float32)
             return jax.lax.psum(x.astype(wide) * share.astype(wide), NODE).astype(x.dtype)
-        if jnp.issubdtype(x.dtype, jnp.signedinteger):
-            return jnp.round(jax.lax.psum(x.astype(jnp.float32) * share, NODE)).astype(x.dtype)
-        return x
+        return jnp.round(jax.lax.psum(x.astype(jnp.float32) * share, NODE)).astype(x.dtype)
 
     return [one(x) for x in leaves]
 

@@ -23,6 +23,7 @@ from hetjax.sync.daso.blend import Terms
 from hetjax.sync.daso.mean import Leaves
 
 Tree = Any
+Scalars = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class Node:
@@ -46,11 +47,9 @@ class Node:
         self._run_add = jax.jit(adding).lower(parts, wide(HOST_SLOTS, np.float32)).compile()
         totals = [held((1, size), layout.dtype) for size in (*layout.sizes[:-1], layout.sizes[-1] + 1)]
         self._run_apply = jax.jit(self._apply, donate_argnums=0).lower(self.core, totals).compile()
-        scalar = held((), np.float32)
+        scalars = (held((), layout.dtype),) * 3
         self._run_blend = (
-            jax.jit(self._blend, donate_argnums=0)
-            .lower(params, jax.tree.leaves(params), params, Terms(scalar, scalar, scalar))
-            .compile()
+            jax.jit(self._blend, donate_argnums=0).lower(params, jax.tree.leaves(params), params, scalars).compile()
         )
         self._run_copy = jax.jit(partial(jax.tree.map, jnp.copy)).lower(params).compile()
 
@@ -73,7 +72,7 @@ class Node:
         moved = jax.lax.cond((rest[-1] == 0) & (sums.weight > 0), self.finish, lambda core, sums: core, core, sums)
         return jax.tree.map(lambda x: x[None], moved), rest[-4 - len(self.layout.metrics) : -1]
 
-    def _blend(self, params: Tree, mean: Leaves, sent: Tree, terms: Terms) -> Tree:
+    def _blend(self, params: Tree, mean: Leaves, sent: Tree, terms: Scalars) -> Tree:
         leaves, tree = jax.tree.flatten(params)
 
         def one(x: jax.Array, m: jax.Array, s: jax.Array) -> jax.Array:
@@ -104,7 +103,7 @@ class Node:
 
     def blend(self, mean: Leaves, sent: Tree, terms: Terms) -> None:
         mean = [self.put(x) for x in mean]
-        on_all = Terms(*(self.put(np.float32(t)) for t in terms))
+        on_all = tuple(self.put(np.asarray(t, self.layout.dtype)) for t in terms)
         self.core = (self._run_blend(self.core[0], mean, sent, on_all), *self.core[1:])
 
     def put_leaves(self, places: Sequence[int], values: Leaves) -> None:

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from hetjax.plan.daso_schedule import Schedule
 from hetjax.plan.sampler import Step
 from hetjax.run.clocks import Lap
-from hetjax.run.layout import SLOTS, Layout, Report
+from hetjax.run.layout import Layout, Report
 from hetjax.run.update import State
 from hetjax.run.workers import Workers
 from hetjax.sync.daso.blend import ALL_OF_IT, Terms, receives_first, terms
@@ -206,7 +206,7 @@ class Nodes:
         core = jax.tree.map(self._stacked, *(node.lead(node.core) for node in self.nodes))
         words_n = [as_words(notes.array())[None] for notes in self._notes_n]
         leads = [node.workers.devices[0] for node in self.nodes]
-        more = {"notes": self._stacked(*map(jax.device_put, words_n, leads))}
+        more: dict[str, Any] = {"notes": self._stacked(*map(jax.device_put, words_n, leads))}
         if self._mean is not None:
             more["mean"] = self._mean
         if self._pending is not None:
@@ -225,11 +225,9 @@ class Nodes:
         self._notes_n = [Notes.of(from_words(words)) for words in words_n]
         if sent_n is not None:
             kept = [replace(notes) for notes in self._notes_n]
-            trees = [
-                jax.tree.unflatten(jax.tree.structure(node.core[0]), leaves)
-                for node, leaves in zip(self.nodes, sent_n, strict=True)
-            ]
-            self._send([jax.tree.map(node.put, tree) for node, tree in zip(self.nodes, trees, strict=True)])
+            tree = jax.tree.structure(self.nodes[0].core[0])
+            placed = lambda node, leaves: jax.tree.unflatten(tree, [node.put(leaf) for leaf in leaves])
+            self._send([placed(node, leaves) for node, leaves in zip(self.nodes, sent_n, strict=True)])
             self._notes_n = kept
 
     def per_worker(self) -> list[list[jax.Array]]:

@@ -1,0 +1,109 @@
+"""Two problems whose gradients are written out by hand, trained by the package and by the reference."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from hetjax import Trainer
+from hetjax.plan.controllers.protocol import Plan
+from hetjax.plan.sampler import Sampler
+from hetjax.sync.daso import Daso
+
+SAMPLES, BATCH = 44, 8  # five steps of eight and one of four
+
+
+class Fixed:
+    """A controller that splits every full step alike and the short one in proportion."""
+
+    name = "fixed"
+
+    def __init__(self, counts):
+        self.counts = np.asarray(counts)
+
+    def plan(self, batch, limits, epoch=0):
+        counts = self.counts * batch // self.counts.sum()
+        counts[-1] += batch - counts.sum()
+        return Plan(counts)
+
+    def observe(self, seen):
+        pass
+
+    def state_dict(self):
+        return {"controller": self.name}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def quadratic(seed=0, size=3):
+    """Half the squared distance to the samples, with a curvature for every coordinate."""
+    rng = np.random.default_rng(seed)
+    centre, curve = rng.normal(size=(SAMPLES, size)), np.array([1.0, 0.5, 2.0])[:size]
+
+    def loss_fn(params, batch, keys):
+        return 0.5 * jnp.sum(jnp.asarray(curve) * (params - batch["c"]) ** 2, axis=-1)
+
+    def gradient(x, rows):
+        away = x - centre[rows]
+        return (curve * away).sum(0), 0.5 * (curve * away**2).sum()
+
+    return loss_fn, {"c": centre}, np.zeros(size), gradient
+
+
+def tanh_net(seed=0, inputs=4, hidden=3):
+    """y = v tanh(U z), squared error; parameters in one vector for the reference."""
+    rng = np.random.default_rng(seed)
+    z, y = rng.normal(size=(SAMPLES, inputs)), rng.normal(size=SAMPLES)
+    x0 = rng.normal(size=hidden * inputs + hidden) / 2
+    cut = hidden * inputs
+
+    def loss_fn(params, batch, keys):
+        told = jnp.tanh(batch["z"] @ params["u"].T) @ params["v"]
+        return 0.5 * (told - batch["y"]) ** 2
+
+    def gradient(x, rows):
+        u, v = x[:cut].reshape(hidden, inputs), x[cut:]
+        h = np.tanh(z[rows] @ u.T)
+        error = h @ v - y[rows]
+        back = (error[:, None] * v) * (1 - h**2)
+        return np.concatenate([(back.T @ z[rows]).ravel(), h.T @ error]), 0.5 * float(error @ error)
+
+    return loss_fn, {"z": z, "y": y}, {"u": x0[:cut].reshape(hidden, inputs), "v": x0[cut:]}, gradient
+
+
+def flat(params):
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(params)])
+
+
+def per_node(params, nodes):
+    """Stacked parameters as one vector for each node."""
+    return [flat([leaf[j] for leaf in jax.tree.leaves(params)]) for j in range(nodes)]
+
+
+def node_parts(epoch, counts, sizes, seed=0):
+    """The samples of each node in every step of an epoch, in the sampler's order."""
+    sampler, split = Sampler(SAMPLES, BATCH, seed), Fixed(counts)
+    steps = []
+    for start in range(0, SAMPLES, BATCH):
+        step = sampler.step(epoch * SAMPLES + start)
+        counts_W = split.plan(step.batch, None).counts_W
+        per_node = [part.sum() for part in np.split(counts_W, np.cumsum(sizes)[:-1])]
+        order = sampler.indices(epoch, step.start, step.stop)
+        steps.append(np.split(order, np.cumsum(per_node)[:-1]))
+    return steps
+
+
+def trainer(loss_fn, counts, sizes, optimizer=None, sync=None, **options):
+    daso = {"nodes": sizes, "wire": "full", **options}
+    return Trainer(
+        loss_fn,
+        optimizer or optax.sgd(0.1),
+        batch_size=BATCH,
+        controller=Fixed(counts),
+        sync=Daso(**daso) if sync is None else sync,
+        devices=jax.devices()[: len(counts)],
+        rungs=[1, 8],
+    )

@@ -1,0 +1,41 @@
+"""DASO in one process on fake devices is the recursion of the paper, as corrected, worked out in NumPy."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from daso_reference import Reference
+from daso_setups import SAMPLES, flat, node_parts, per_node, quadratic, tanh_net, trainer
+
+EVEN, UNEVEN = ([2, 2, 2, 2], [2, 2]), ([4, 1, 2, 1], [2, 1, 1])  # counts of the workers, workers of the nodes
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("blend", ["delta", "paper"])
+@pytest.mark.parametrize("problem", [quadratic, tanh_net])
+@pytest.mark.parametrize(("counts", "sizes"), [EVEN, UNEVEN])
+def test_every_phase_equals_the_reference(problem, blend, counts, sizes):
+    loss_fn, data, params, gradient = problem()
+    # A loss that can never improve by 90%: one epoch to begin, then after each third 4 -> 2 -> 1 -> 8.
+    options = {"warm_up": 1, "cool_down": 1, "stability": 0.9, "blend": blend}
+    skips = [(0, 0), (4, 1), (4, 1), (4, 1), (2, 1), (2, 1), (2, 1), (1, 1), (1, 1), (1, 1), (8, 2), (0, 0)]
+    reference = Reference(gradient, len(sizes), 0.1, momentum=0.5, blend=blend).start(flat(params))
+    seen = []
+    for epoch, (gs, wait) in enumerate(skips):
+        if gs == 0 and epoch:
+            reference.average_optimiser()
+        reference.epoch(node_parts(epoch, counts, sizes), gs, wait)
+        seen.append([x.copy() for x in reference.x])
+    with trainer(loss_fn, counts, sizes, optax.sgd(0.1, momentum=0.5), **options) as made:
+        states, taken = [], []
+
+        def look(record, state):
+            if state.cursor % SAMPLES == 0:
+                states.append(jax.tree.map(np.array, state.params))
+                taken.append((made.sync.schedule.skip, made.sync.schedule.wait))
+
+        made.fit(made.init(params), data, epochs=len(skips), hooks=[look])
+    assert taken[:-1] == skips[1:]
+    for epoch, (theirs, ours) in enumerate(zip(seen, states, strict=True)):
+        for j, mine in enumerate(per_node(ours, len(sizes))):
+            np.testing.assert_allclose(mine, theirs[j], rtol=1e-9, err_msg=f"epoch {epoch}, node {j}")
