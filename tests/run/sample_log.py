@@ -66,9 +66,14 @@ def samples_of(metrics: dict[str, float], batch: int) -> list[int]:
 
 def check_epochs(steps: list[tuple[dict[str, float], int]], samples: int) -> int:
     """Every sample exactly once in each whole epoch of consecutive steps (metrics, batch); the number of epochs."""
-    epochs, seen = 0, []
-    for metrics, batch in steps:
-        seen += samples_of(metrics, batch)
+    return check_samples([samples_of(metrics, batch) for metrics, batch in steps], samples)
+
+
+def check_samples(steps: list[list[int]], samples: int) -> int:
+    """The same for the samples of each step."""
+    epochs, seen = 0, list[int]()
+    for step in steps:
+        seen += step
         if len(seen) >= samples:
             assert sorted(seen) == list(range(samples)), f"epoch {epochs} is not every sample once"
             epochs, seen = epochs + 1, []
