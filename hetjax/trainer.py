@@ -504,6 +504,7 @@ class Trainer:
             "engine": self.engine,
             "batch": self.batch_size,
             "hold": self.simulation.hold if self.simulation is not None and train else no_hold,
+            "priced_by_rows": self.simulation is not None and train,
             **self._engine_options,
         }
         if isinstance(self.sync, Asynchronous):  # in an evaluation its capacities, of single batches, do not count
@@ -517,7 +518,6 @@ class Trainer:
             own_parameters=train and self.sync.own_parameters,
             quantum=self.quantum,
             wait_limit=self.wait_limit,
-            priced_by_rows=self.simulation is not None and train,
             **options,
         )
         if session.exact_sync and train and self.controller.name not in ("equal", "static"):

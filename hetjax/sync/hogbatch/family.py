@@ -93,6 +93,7 @@ class Asynchronous:
         capacity: Whole = None,
         max_rows: Whole = None,
         rungs: Sequence[int] | None = None,
+        priced_by_rows: bool,
         **_: Any,
     ) -> dict[str, Any]:
         """How to open a session: chunks of the sizes that batches move along, so that a change compiles nothing."""
@@ -118,6 +119,7 @@ class Asynchronous:
             "max_rows": None if most_W is None else most_W.tolist(),
             "rungs": list(rungs) if rungs else self.bounds.rungs(most_W),
             "complete": True,
+            "priced_by_rows": priced_by_rows or self.replay is not None,  # a stopwatch is never twice the same
             "hold": self.pause,
         }
 

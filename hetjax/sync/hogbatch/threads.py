@@ -120,7 +120,7 @@ class Threads:
                 self.coordinator.fail(
                     task.worker,
                     TimeoutError(
-                        f"Worker {task.worker} did not finish {task.span.count} samples within {patience:.0f} s. Its "
+                        f"Worker {task.worker} did not finish {task.span.count} samples within {patience:.3g} s. Its "
                         "device may hang; raise wait_limit if its batches are really that long."
                     ),
                 )

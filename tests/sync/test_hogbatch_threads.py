@@ -1,0 +1,182 @@
+"""The Hogbatch family in real threads: nothing lost under stress, workers that fail, an end when it is asked for."""
+
+import threading
+import time
+
+import jax
+import numpy as np
+import optax
+import pytest
+from async_problem import covered, data, first, flat, shared_account, trainer_for
+
+from hetjax import NonFiniteError, Simulation, Trainer
+from hetjax.run.simulate import constant
+from hetjax.sync import AdaptiveHogbatch, AdaptiveSgd, Hogbatch
+from hetjax.sync.hogbatch.threads import Threads
+
+FAMILY = [Hogbatch, AdaptiveHogbatch, AdaptiveSgd]
+
+
+class Acted(Simulation):
+    """Lets `act(worker, phase)` decide what happens at the end of each phase."""
+
+    def __init__(self, workers, act, row_time=1e-4):
+        super().__init__(constant([1.0] * workers), row_time=row_time)
+        self.act, self.done_W = act, [0] * workers
+
+    def hold(self, worker, rows, began, sleep=None):
+        self.done_W[worker] += 1
+        self.act(worker, self.done_W[worker])
+        super().hold(worker, rows, began, sleep)
+
+
+def fit(kind, act, *, workers=3, epochs=4, samples=96, log=None, wait_limit=600.0, hooks=(), **options):
+    sync = kind(batches=4, on_update=None if log is None else log.append, **options)
+    with trainer_for(sync, workers, speeds=Acted(workers, act), wait_limit=wait_limit) as trainer:
+        return trainer.fit(trainer.init(first()), data(samples), epochs=epochs, hooks=hooks)
+
+
+@pytest.mark.parametrize("kind", [Hogbatch, AdaptiveHogbatch])
+def test_under_stress_every_update_is_applied_once(kind, float64):
+    """Eight threads without any pause, and the account of all updates gives the model to the number."""
+    rows, log = data(960), []
+    sync = kind(batches=4, on_update=log.append)
+    with trainer_for(sync, workers=8) as trainer:
+        state, history = trainer.fit(trainer.init(first()), rows, epochs=2)
+    assert covered(log, 960) == list(range(2 * 960))
+    assert history.more["updates"] == len(log) == log[-1].version
+    np.testing.assert_allclose(flat(state.params), shared_account(log, rows), rtol=1e-9)
+    assert history.recompiles_after_warmup == 0
+
+
+def broken(worker, at, error):
+    def act(who, phase):
+        if who == worker and phase == at:
+            raise error
+
+    return act
+
+
+@pytest.mark.parametrize("kind", FAMILY)
+@pytest.mark.parametrize("error", [RuntimeError("device lost"), SystemExit(1)])
+def test_a_worker_that_raises_is_left_out_and_its_samples_go_to_the_others(kind, error, caplog):
+    log = []
+    state, _ = fit(kind, broken(1, 3, error), log=log)
+    assert state.cursor == 4 * 96
+    assert sum(done.worker == 1 for done in log) == 2
+    if kind is not AdaptiveSgd:  # there, what a lost replica had learned has to be learned again
+        assert covered(log, 96) == list(range(4 * 96))
+    assert set(covered(log, 96)) == set(range(4 * 96))
+    assert "Worker 1" in caplog.text
+    assert type(error).__name__ in caplog.text
+    assert "2 of 3 workers go on" in caplog.text
+
+
+def test_a_worker_that_hangs_is_left_out_and_may_come_back(caplog):
+    """It hangs until it is left out; what it then brings is refused, and it goes on."""
+    missed, log = threading.Event(), []
+
+    def act(worker, phase):
+        if worker == 1 and phase == 3:
+            while "did not finish" not in caplog.text:
+                time.sleep(0.01)
+            missed.set()
+        elif not missed.is_set():
+            time.sleep(0.02)  # so that there is work left for it
+
+    fit(Hogbatch, act, workers=2, epochs=20, log=log, wait_limit=0.3)
+    assert covered(log, 96) == list(range(20 * 96))
+    assert "Worker 1 did not finish 4 samples within 0.3 s" in caplog.text
+    assert "has come back" in caplog.text
+    assert sum(done.worker == 1 for done in log) > 2
+
+
+def test_a_thread_that_dies_without_a_word_is_noticed(monkeypatch, caplog):
+    work, log = Threads._work, []
+
+    def die(self, worker):
+        if worker == 1:
+            self.coordinator.take(worker)
+        else:
+            work(self, worker)
+
+    monkeypatch.setattr(Threads, "_work", die)
+    fit(Hogbatch, lambda worker, phase: None, log=log)
+    assert covered(log, 96) == list(range(4 * 96))
+    assert "The thread of worker 1 died" in caplog.text
+
+
+@pytest.mark.parametrize("kind", FAMILY)
+def test_the_last_workers_failure_ends_the_run_with_its_error(kind):
+    def act(worker, phase):
+        if phase == 3 + worker:
+            raise OSError(f"worker {worker} is gone")
+
+    with pytest.raises(OSError, match="is gone"):
+        fit(kind, act, epochs=50)
+    assert not [t for t in threading.enumerate() if t.name.startswith("hetjax-hogbatch")]
+
+
+@pytest.mark.parametrize("kind", FAMILY)
+def test_asked_to_stop_it_ends_within_two_seconds_and_goes_on_later(kind):
+    """Phases of a minute: nobody waits for them."""
+    log, asked = [], []
+    slow = Simulation(constant([1.0, 1e-3]), row_time=5e-3)  # 20 ms and 80 s for 16 rows
+    sync = kind(batches=16, on_update=log.append, **({"mega_batch": 64} if kind is AdaptiveSgd else {}))
+    rows = data()
+    with trainer_for(sync, speeds=slow) as trainer:
+
+        def stop():
+            asked.append(time.monotonic())
+            trainer.stop()
+
+        threading.Timer(0.5, stop).start()
+        state, _ = trainer.fit(trainer.init(first()), rows, epochs=100)
+        assert time.monotonic() - asked[0] < 2
+        assert 0 < state.cursor < 9600
+        saved = trainer.remember(state)
+    assert not [t for t in threading.enumerate() if t.name.startswith("hetjax-hogbatch")]
+    state = jax.tree.map(np.asarray, state)
+    sync = kind(on_update=log.append)
+    with trainer_for(sync) as trainer:
+        state, _ = trainer.fit(trainer.recall(saved, state), rows, stop_at=9600)
+    assert state.cursor == 9600
+    if kind is not AdaptiveSgd:
+        assert covered(log, 96) == list(range(9600))
+
+
+def test_two_equal_workers_do_twice_the_work_of_one():
+    rates = []
+    for workers in (1, 2):
+        speeds = Simulation(constant([1.0] * workers), row_time=5e-3)
+        with trainer_for(Hogbatch(batches=16), workers, speeds=speeds) as trainer:
+            _, history = trainer.fit(trainer.init(first()), data(), epochs=3)
+        rates.append(history.samples_per_s())
+    assert rates[1] / rates[0] > 1.7
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_or_is_left_out(caplog):
+    rows = data()
+    rows["y"][7] = np.nan
+    for policy in ("stop", "skip"):
+        with trainer_for(Hogbatch(batches=4), on_nonfinite=policy) as trainer:
+            state = trainer.init(first())
+            if policy == "stop":
+                with pytest.raises(NonFiniteError, match="NaN or infinite"):
+                    trainer.fit(state, rows, epochs=2)
+            else:
+                state, history = trainer.fit(state, rows, epochs=2)
+    assert np.isfinite(flat(state.params)).all()
+    assert sum(bool(record.nonfinite) for record in history.records) == 2
+    assert np.isfinite(history.losses).all()
+
+
+def test_what_a_loss_raises_while_it_is_traced_is_raised_before_any_thread_starts():
+    def wrong(params, batch, keys):
+        return batch["x"] @ params["nothing"]
+
+    with (
+        pytest.raises(KeyError),
+        Trainer(wrong, optax.sgd(0.1), batch_size=16, sync="hogbatch", devices=jax.devices()[:2]) as trainer,
+    ):
+        trainer.fit(trainer.init(first()), data(), epochs=1)

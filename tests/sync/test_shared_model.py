@@ -1,0 +1,87 @@
+"""The shared model: no update is lost, and what was read stays as it was read."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from hetjax.run.layout import Layout, Sums
+from hetjax.sync.hogbatch.shared_model import SharedModel, home_device
+from hetjax.sync.protocol import Rule
+
+SHAPE = {"w": jax.ShapeDtypeStruct((3,), np.float32)}
+LAYOUT = Layout.of(SHAPE, (), ())
+
+
+def sums(gradient, weight=1.0):
+    one = jnp.ones(())
+    made = Sums({"w": jnp.full(3, float(gradient))}, (), one, weight * one, one, {})
+    return tuple(part[None] for part in LAYOUT.pack(made))
+
+
+def model(optimizer=None):
+    optimizer = optimizer or optax.sgd(1.0)
+    params = {"w": jnp.zeros(3)}
+    return SharedModel(
+        LAYOUT, Rule(optimizer, None, None), (params, None, optimizer.init(params), None), jax.devices()[0]
+    )
+
+
+def test_an_update_is_a_delta_on_the_newest_model():
+    shared = model()
+    before = shared.snapshot
+    assert shared.apply(sums(-2.0), 0.5)[0] == 1
+    assert shared.apply(sums(-6.0, weight=3.0), 1.0)[0] == 2  # a mean gradient of -2
+    np.testing.assert_array_equal(shared.snapshot.core[0]["w"], 3.0)
+    np.testing.assert_array_equal(before.core[0]["w"], 0.0)  # read before, and still what it was
+    assert (before.version, shared.snapshot.version) == (0, 2)
+
+
+def test_the_scale_is_on_the_update_of_any_optimiser():
+    """Adam's first update is lr whatever the gradient; scaled by a half it is half of that."""
+    shared = model(optax.adam(0.1))
+    shared.apply(sums(123.0), 0.5)
+    np.testing.assert_allclose(shared.snapshot.core[0]["w"], -0.05, rtol=1e-4)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing():
+    shared = model()
+    shared.apply(sums(np.nan), 1.0)
+    np.testing.assert_array_equal(shared.snapshot.core[0]["w"], 0.0)
+
+
+def test_under_stress_every_update_is_applied_once_and_every_snapshot_is_whole():
+    """Every update adds one to each number, so a snapshot of version v must hold v three times."""
+    shared, threads, each = model(), 8, 60
+    versions, torn, stop = [], [], threading.Event()
+
+    def write():
+        for _ in range(each):
+            versions.append(shared.apply(sums(-1.0), 1.0)[0])
+
+    def read():
+        while not stop.is_set():
+            seen = shared.snapshot
+            if not np.array_equal(np.asarray(seen.core[0]["w"]), np.full(3, seen.version)):
+                torn.append(seen)
+
+    reader = threading.Thread(target=read)
+    writers = [threading.Thread(target=write) for _ in range(threads)]
+    for thread in [reader, *writers]:
+        thread.start()
+    for thread in writers:
+        thread.join()
+    stop.set()
+    reader.join()
+    assert not torn
+    assert sorted(versions) == list(range(1, threads * each + 1))
+    np.testing.assert_array_equal(shared.snapshot.core[0]["w"], float(threads * each))
+
+
+@pytest.mark.parametrize("worker", [0, 3])
+def test_it_lives_on_a_cpu(worker):
+    device = jax.devices()[worker]
+    assert home_device((device,)) is device
