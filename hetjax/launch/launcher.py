@@ -112,7 +112,7 @@ class _Run:
                     from_start=self.options.quota_from == "start",
                     say=self._say,
                 )
-                throttle.follow([listener.read() for listener in listeners])
+                throttle.follow([listener.read() for listener in listeners], [True] * len(members))
             pinned: list[list[int] | None] = [None] * len(members)
             if self.options.pin:
                 pinned = [*cores_for([cores or 1.0 for cores in cores_P], sorted(os.sched_getaffinity(0)))]

@@ -51,8 +51,8 @@ def _server(host: str, port: int) -> socket.socket:
         raise OSError(f"Port {port} needs privileges: take one from 1024 up.") from error
     except OSError as error:
         raise OSError(
-            f"Process 0 cannot listen on {host}:{port}: {os.strerror(error.errno)}. Is the port taken, perhaps by a "
-            "run that is still there, or is the address another machine's? Give another one."
+            f"Process 0 cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}. Is the port taken, perhaps by "
+            "a run that is still there, or is the address another machine's? Give another one."
         ) from error
 
 

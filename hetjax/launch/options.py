@@ -114,9 +114,7 @@ def _cores(flag: str, text: str, processes: int) -> tuple[float, ...]:
     try:
         cores_P = tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise ValueError(
-            f"{flag} is {text!r}: expected numbers of cores with commas between, such as 0.8,0.4."
-        ) from None
+        raise ValueError(f"{flag} is {text!r}: expected cores with commas between, such as 0.8,0.4.") from None
     if len(cores_P) != processes:
         raise ValueError(f"{flag} gives {len(cores_P)} quotas for {processes} processes: give one for each.")
     for cores in cores_P:

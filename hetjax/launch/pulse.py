@@ -23,6 +23,10 @@ class Pulse:
     _moved: float | None = None
     _stopped: float | None = None
 
+    @property
+    def stopped(self) -> bool:
+        return self._stopped is not None
+
     def hear(self, beat: Beat, now: float, stopped: bool = False) -> None:
         if beat.alive != self.beat.alive:
             self._heard = now
@@ -33,10 +37,10 @@ class Pulse:
 
     def complaint(self, now: float) -> str | None:
         """Why this process counts as hung, in words that follow its name; None if it does not."""
-        if self._stopped is not None and now - self._stopped > self.silent_limit:
-            return f"has been stopped (SIGSTOP or a debugger) for {now - self._stopped:.0f} s"
-        if self._heard is not None and now - self._heard > self.silent_limit:
-            return f"gave no sign of life for {now - self._heard:.0f} s"
+        since = [last for last in (self._heard, self._stopped) if last is not None]
+        if since and now - min(since) > self.silent_limit:
+            how = "has been stopped (SIGSTOP or a debugger)" if self._stopped is not None else "gave no sign of life"
+            return f"{how} for {now - min(since):.0f} s"
         if self.beat.stepping and self._moved is not None and now - self._moved > self.step_limit:
             return f"finished no step for {now - self._moved:.0f} s; its last one was step {self.beat.step}"
         return None

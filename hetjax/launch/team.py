@@ -178,6 +178,7 @@ class Team:
             self._asked += 1
             if self._asked > 2:
                 self._say(f"{number.name} for the third time: all processes are killed")
+                self._code = self._code or 128 + number
                 self._kill_all()
                 return
             self._say(f"{number.name} is passed on to all processes")
@@ -222,13 +223,13 @@ class Team:
     def _look(self, now: float) -> None:
         """Hear all heartbeats; set quotas; find who is hung."""
         for process in self._processes:
-            stopped = process.pulse._stopped is not None
+            stopped = process.pulse.stopped
             if process.code is None and now - process.looked >= _LOOK_AT_STATE:
                 process.looked, stopped = now, is_stopped(process.popen.pid)
             process.pulse.hear(process.member.listener.read(), now, stopped)
         beats_P = [process.pulse.beat for process in self._processes]
-        if self._throttle is not None and len(self._running()) == len(self._processes):
-            self._throttle.follow(beats_P)
+        if self._throttle is not None:
+            self._throttle.follow(beats_P, [process.code is None for process in self._processes])
         for process, beat in zip(self._processes, beats_P, strict=True):
             process.member.listener.answer(beat)
         if self._ending_since is not None:

@@ -29,7 +29,8 @@ class Throttle:
         self._disturbances, self._from_start, self._say = list(disturbances), from_start, say
         self._due_P, self._left, self._begun = list(cores_P), list(disturbances), 0
 
-    def follow(self, beats_P: Sequence[Beat]) -> None:
+    def follow(self, beats_P: Sequence[Beat], running_P: Sequence[bool]) -> None:
+        """Set what is due by the processes' beats; those that have ended are left alone."""
         leader = beats_P[0]
         if leader.begun != self._begun:
             self._begun, self._due_P, self._left = leader.begun, list(self._first_P), list(self._disturbances)
@@ -37,7 +38,7 @@ class Throttle:
             disturbance = self._left.pop(0)
             self._due_P = list(disturbance.cores_P)
             self._say(f"step {leader.step}: quotas are now {', '.join(f'{c:g}' for c in disturbance.cores_P)} cores")
-        for quota, cores, beat in zip(self._quotas_P, self._due_P, beats_P, strict=True):
+        for quota, cores, beat, running in zip(self._quotas_P, self._due_P, beats_P, running_P, strict=True):
             due = cores if self._from_start or beat.stepping else None
-            if quota.cores != due:
+            if running and quota.cores != due:
                 quota.set(due)

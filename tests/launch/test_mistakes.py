@@ -1,0 +1,76 @@
+"""Mistakes of the user: a sentence and exit code 2, before anything has started."""
+
+import socket
+
+import pytest
+
+from hetjax.__main__ import main
+from hetjax.launch import launcher
+from hetjax.launch.cgroups import HOW, QuotasRefused
+
+MISTAKES = {
+    "nothing to run": ([], None),
+    "There is no program 'nowhere.py'": ([], ["nowhere.py"]),
+    "--processes is 0": (["--processes", "0"], ["true"]),
+    "--quotas gives 3 quotas for 2 processes": (["--quotas", "1,1,1"], ["true"]),
+    "--quotas is '1,x': expected cores": (["--quotas", "1,x"], ["true"]),
+    "A quota is a number of cores from 0.001 up, such as 0.5; got 0.0": (["--quotas", "1,0"], ["true"]),
+    "such as 0.5; got nan": (["--quotas", "1,nan"], ["true"]),
+    "--disturb has '30'": (["--disturb", "30"], ["true"]),
+    "--disturb has 'x:1,1'": (["--disturb", "x:1,1"], ["true"]),
+    "--disturb has ''": (["--disturb", "3:1,1;"], ["true"]),
+    "--disturb at step 30 gives 1 quotas for 2": (["--disturb", "30:1"], ["true"]),
+    "in rising order": (["--disturb", "30:1,1;20:1,1"], ["true"]),
+    "--restart is -1": (["--restart=-1"], ["true"]),
+    "--port is 70000": (["--port", "70000"], ["true"]),
+    "The host 'no.such.host.invalid' is not known": (["--bind", "no.such.host.invalid"], ["true"]),
+    "cannot listen on 192.0.2.77": (["--bind", "192.0.2.77"], ["true"]),
+    "--silent-limit is 0.5": (["--silent-limit", "0.5"], ["true"]),
+    "--grace is 0.0": (["--grace", "0"], ["true"]),
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("something was started")
+
+    monkeypatch.setattr(launcher, "Guard", refuse)
+    monkeypatch.setattr(launcher, "Team", refuse)
+
+
+@pytest.mark.parametrize("told", MISTAKES)
+def test_a_sentence_and_exit_code_2(told, capsys):
+    flags, program = MISTAKES[told]
+    assert main(["launch", *flags, *(["--", *program] if program is not None else [])]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert main(["launch", "--port", str(port), "--", "true"]) == 2
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in capsys.readouterr().err
+
+
+def test_a_flag_that_does_not_exist(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["launch", "--nonsense", "--", "true"])
+    assert ended.value.code == 2
+
+
+def test_where_quotas_are_not_allowed_there_is_another_way(capsys, monkeypatch):
+    def refuse():
+        raise QuotasRefused(f"CPU quotas cannot be set here: Permission denied. {HOW}")
+
+    monkeypatch.setattr(launcher, "find_home", refuse)
+    assert main(["launch", "--quotas", "0.8,0.4", "--", "true", "--steps", "3"]) == 2
+    told = capsys.readouterr().err
+    assert "systemd-run --user --scope -p Delegate=yes" in told
+    assert "`python true --steps 3 --speeds 0.8,0.4`" in told
+
+
+def test_more_processes_than_gpus(capsys, monkeypatch):
+    monkeypatch.setattr(launcher, "gpus_here", lambda environment: 1)
+    assert main(["launch", "--", "true"]) == 2
+    assert "2 processes need a GPU each, and there are 1" in capsys.readouterr().err
