@@ -29,8 +29,8 @@ class Home:
 def find_home(proc: Path = Path("/proc/self")) -> Home:
     """The group to make groups in: this process's own under v1; under v2 the nearest that hands `cpu` on.
 
-    Version 2 allows no process in a group whose children have controllers, so a process alone in its group makes
-    itself a child first, and one that is not alone looks further up.
+    Where none does, the nearest that can be made to. Version 2 allows no process in a group whose children have
+    controllers, so a process alone in its group makes itself a child first; one that is not looks further up.
     """
     try:
         mounts, groups = (proc / "mounts").read_text(), (proc / "cgroup").read_text()
@@ -63,7 +63,9 @@ def _candidates(mounts: str, groups: str) -> Iterator[Home]:
             root, here = Path(where), Path(where) / own[""].lstrip("/")
             here = here if here.is_dir() else root
             above = [path for path in (here, *here.parents) if path.is_relative_to(root)]
-            yield from (Home(path, 2) for path in above if "cpu" in _words(path / "cgroup.controllers"))
+            able = [path for path in above if "cpu" in _words(path / "cgroup.controllers")]
+            able.sort(key=lambda path: "cpu" not in _words(path / "cgroup.subtree_control"))  # as they are, if possible
+            yield from (Home(path, 2) for path in able)
 
 
 def _words(path: Path) -> list[str]:

@@ -201,6 +201,14 @@ def test_the_reason_is_told_where_it_is_not_allowed(tmp_path):
     assert not list(groups.root.rglob("hetjax-*"))
 
 
+def test_a_group_that_hands_the_controller_on_already_comes_first(tmp_path):
+    groups = FakeGroups(tmp_path)
+    (groups.own / "cgroup.subtree_control").write_text("memory")
+    with pytest.raises(QuotasRefused, match=r"user.slice/hetjax-\d+-trial"):
+        find_home(groups.proc)
+    assert "+cpu" in (groups.own / "cgroup.subtree_control").read_text()  # tried in the end
+
+
 def test_no_linux_no_quotas(tmp_path):
     with pytest.raises(QuotasRefused, match="need Linux's control groups"):
         find_home(tmp_path / "nowhere")
