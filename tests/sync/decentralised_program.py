@@ -1,0 +1,80 @@
+"""Decentralised runs as a program of its own, over the processes of the launcher: decentralised_program.py FILE.
+
+Writes what all workers hold at the end, from the first process. Each run is stopped, saved and resumed half way.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+SAMPLES, BATCH, SIZE, STEPS, WORKERS = 60, 20, 3, 12, 4
+RUNS = {
+    "ring": {"topology": "ring", "mix_every": 2},
+    "matcha": {"topology": "ring", "matcha_budget": 0.5},
+}
+
+
+def data():
+    rng = np.random.default_rng(0)
+    a = rng.normal(size=(SAMPLES, SIZE)).astype(np.float32)
+    return {"a": a, "t": (a @ [1.0, -2, 0.5] + np.linspace(-1, 3, SAMPLES)).astype(np.float32)}
+
+
+def loss_fn(params, batch, keys):
+    return 0.5 * (batch["a"] @ params["x"] - batch["t"]) ** 2
+
+
+def results(folder):
+    """What the workers hold after each of the runs, on the first process; their answers, tested, on all."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    from hetjax import Trainer, checkpoint
+    from hetjax.checkpoint.processes import host_copy
+    from hetjax.sync import Decentralised
+
+    found = {}
+    for name, options in RUNS.items():
+        make = lambda options=options: Trainer(
+            loss_fn,
+            optax.sgd(0.05, momentum=0.9),
+            batch_size=BATCH,
+            controller="equal",
+            sync=Decentralised(**options),
+            devices=jax.devices()[:WORKERS],
+            rungs=[4, BATCH],
+            seed=3,
+        )
+        with make() as trainer:
+            fresh = trainer.init({"x": jnp.zeros(SIZE)})
+            state, _ = trainer.fit(fresh, data(), steps=STEPS // 2)
+            checkpoint.save(folder / name, state, trainer)
+        with make() as trainer:
+            resumed = checkpoint.restore_latest(folder / name, fresh, trainer)
+            state, history = trainer.fit(resumed.state, data(), steps=STEPS - STEPS // 2)
+            tested = trainer.evaluate(state, data())
+        held = host_copy(state.params["x"])
+        found[name] = [tested["loss"], history.losses, None if held is None else held.tolist()]
+    return found
+
+
+def main():
+    import jax
+
+    from hetjax.run.distributed import initialise, leave
+
+    jax.config.update("jax_num_cpu_devices", WORKERS // 2)
+    place = initialise(wait_limit=60, heartbeat_limit=20)
+    with tempfile.TemporaryDirectory() as folder:
+        found = results(Path(folder))
+    if place.first:
+        Path(sys.argv[1]).write_text(json.dumps(found))
+    leave(0, together=True)
+
+
+if __name__ == "__main__":
+    main()
