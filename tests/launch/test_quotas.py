@@ -87,6 +87,7 @@ def test_the_launcher_sets_them_for_the_steps_and_changes_them_on_the_way(place,
     monkeypatch.setenv("GROUPS", str(cgroup_home().path))
     program = place.program(
         f"{WATCH}said = [quota()]\nbeat.begin(None); said.append(quota())\n"
+        "open(f'begun-{me}', 'w').close()\nwhile not os.path.exists(f'begun-{1 - me}'): time.sleep(0.01)\n"
         "for step in (1, 2, 3): beat(Record(step=step), None)\n"
         "while quota() == said[1]: time.sleep(0.01)\n"
         "said.append(quota())\n"
