@@ -101,6 +101,7 @@ class Psum:
         self._tail: jax.Array | None = None
         self._run = self._compile(HOST_SLOTS)
         self._run_weighted: Any = None  # only a few published laws need it: compiled when one does
+        self._views = workers.copies(jax.tree.leaves(self.core[:2]))
 
     def _on_worker(self, core: Any, parts_1: Parts, slots_1xH: jax.Array) -> tuple[Any, jax.Array]:
         parts, slots, count = tuple(part[0] for part in parts_1), slots_1xH[0], len(self.workers)
@@ -132,6 +133,7 @@ class Psum:
                 self._run_weighted = self._compile(HOST_SLOTS + 1)
             run, said = self._run_weighted, np.column_stack([said, np.asarray(weights, np.float32)])
         self.core, self._tail = run(self.core, parts, self.workers.from_host(list(said)))
+        self._views = self.workers.copies(jax.tree.leaves(self.core[:2]))  # while the devices are at it
 
     def state(self, step: int, cursor: int) -> State:
         return State.of(self.core, step, cursor)
@@ -141,7 +143,7 @@ class Psum:
         return Report.read(self.layout, np.asarray(self._tail.addressable_data(0)), len(self.workers))
 
     def per_worker(self) -> list[list[jax.Array]]:
-        return self.workers.copies(jax.tree.leaves(self.core[:2]))
+        return self._views
 
     def on_mesh(self) -> Tree:
         return self.core[:2]

@@ -95,19 +95,20 @@ class Chunked:
         self._survey()
 
     def _candidates(self, kind: str, several: bool) -> list[int]:
-        """A rung at every worker's own limit, and a geometric series below the largest.
+        """A rung at every worker's own limit and at the equal share, and a geometric series below the largest.
 
         With several processes the ladder is compiled as a whole before the first step, so it is a coarse one, of
         chunks up to twice an equal share; the smallest ones fill up the counts in between.
         """
         limits = [rows for rows, device in zip(self.max_rows_W, self.workers.devices, strict=True)
                   if device_kind(device) == kind]  # fmt: skip
+        share = -(-int(self.capacity_W.max()) // len(self.workers))
+        share = -(-share // self.quantum) * self.quantum  # what all get while nothing is known of them
         if several:
-            share = -(-2 * int(self.capacity_W.max()) // len(self.workers))
-            top = min(max(limits), max(share, _SMALLEST))
-            return geometric_rungs(top, self.quantum, ratio=1.5, span=max(1, top // _SMALLEST))
+            top = min(max(limits), max(2 * share, _SMALLEST))
+            return geometric_rungs(top, self.quantum, ratio=2**0.5, span=max(1, top // _SMALLEST))
         tops = {max(self.quantum, int(rows) // self.quantum * self.quantum) for rows in limits}
-        return sorted(tops.union(geometric_rungs(max(tops), self.quantum)))
+        return sorted({*tops, min(share, max(tops)), *geometric_rungs(max(tops), self.quantum)})
 
     # -- programs --
 
