@@ -31,7 +31,7 @@ _WORTH_COMPILING = 0.01  # a further rung has to save one per cent of the work
 class Ladder:
     """Programs and prices by rung. A rung that does not fit into memory is dropped with a sentence.
 
-    `wanted` are the rungs a complete ladder would have. Training starts with three of them, a factor of four apart, and
+    `wanted` are the rungs a complete ladder would have. Training starts with four of them, a factor of four apart, and
     takes more into use between steps when they promise to save work at the present counts.
     """
 
@@ -50,7 +50,7 @@ class Ladder:
         self.devices, self.wanted = tuple(devices), sorted(wanted)
         self.priced_by_rows = priced_by_rows
         self.programs: dict[int, dict[jax.Device, Any]] = {}
-        first = set(self.wanted) if complete else {_nearest(self.wanted, self.wanted[-1] / f) for f in (1, 4, 16)}
+        first = set(self.wanted) if complete else {_nearest(self.wanted, self.wanted[-1] / f) for f in (1, 4, 16, 64)}
         self.list = self._build(first)
 
     @property

@@ -146,14 +146,14 @@ def test_a_rung_joins_when_it_pays_at_the_present_counts(monkeypatch):
     monkeypatch.setattr(Ladder, "_time", wide)
     engine = chunked(capacity_W=np.full(2, 100))
     (ladder,) = engine.ladders.values()
-    assert len(ladder.programs) == 3
+    assert len(ladder.programs) == 4
     counts = np.array([44, 56])
     before = engine.limits().work(counts)
     for _ in range(150):  # steps with settled counts
         engine.grow(counts)
         if engine._growing is not None:
             engine._growing.result(timeout=60)
-    assert 3 < len(ladder.programs) < len(ladder.wanted)
+    assert 4 < len(ladder.programs) < len(ladder.wanted)
     assert set(ladder.programs) == set(ladder.list.prices)
     assert engine.limits().work(counts).sum() < 0.97 * before.sum()
     engine.close()
