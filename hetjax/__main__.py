@@ -1,4 +1,4 @@
-"""The command line of the package: python -m hetjax check | report | launch."""
+"""The command line of the package: python -m hetjax check | report | launch | partition."""
 
 from __future__ import annotations
 
@@ -47,7 +47,55 @@ def launch(options: Annotated[Options, tyro.conf.arg(name="")]) -> Options:
     return options  # started in `main`, which knows what came after --
 
 
-COMMANDS: dict[str, Callable[..., Any]] = {"check": check, "report": report, "launch": launch}
+def partition(
+    dataset: tyro.conf.Positional[str],
+    rates: Annotated[str | None, tyro.conf.arg(metavar="LIST", help_behavior_hint="")] = None,
+    workers: Annotated[int, tyro.conf.arg(metavar="INT")] = 4,
+    objective: str = "facility-location",
+    rule: str = "auto",
+    features: str = "pca",
+    bandwidth: Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")] = None,
+    pseudo_classes: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None,
+    out: Path = Path("blocks.npz"),
+    recut: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None,
+    compare: bool = False,
+    seed: int = 0,
+) -> None:
+    """Cut a data set into one block per worker that each stand for the whole (submodular greedy, arXiv 2211.00839).
+
+    Args:
+        dataset: digits, synthetic, idx:DIR, npz:FILE or tfds:NAME
+        rates: of the workers, such as 4,2,1,1; the blocks follow them
+        workers: instead of rates: so many of equal rate
+        objective: facility-location or graph-cut
+        rule: who chooses next: min-block (published), per-rate, fill, parts; auto: min-block at equal rates, else parts
+        features: what similarity is measured on: raw, pca, pca:COMPONENTS, or MODULE:FUNCTION of a batch
+        bandwidth: of the Gaussian kernel; the median distance within each class unless told
+        pseudo_classes: so many by k-means in place of labels
+        out: file of the blocks; a picture is put beside it
+        recut: file of earlier blocks: move as few of their samples as the new rates need
+        compare: cut by every objective and rule and compare them all
+        seed: of random partitions and pseudo-classes
+    """
+    from hetjax.blocks_command import cut, parse_rates
+
+    cut(
+        dataset,
+        parse_rates(rates, workers),
+        out,
+        Console(),
+        objective=objective,
+        rule=rule,
+        features=features,
+        bandwidth=bandwidth,
+        pseudo_classes=pseudo_classes,
+        compare=compare,
+        old=recut,
+        seed=seed,
+    )
+
+
+COMMANDS: dict[str, Callable[..., Any]] = {"check": check, "report": report, "launch": launch, "partition": partition}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 
-_ALIKE = 1.1  # sizes of parts need not be closer than this factor
+_ALIKE = 1.2  # sizes of parts need not be closer than this factor
 _MOST = 32  # parts in all, or two a worker if that is more: small parts are no better and cost time
 
 
 def parts_per_worker(rates_W: np.ndarray) -> np.ndarray:
-    """How many parts each worker has: as few as make the largest part less than 10% larger than the smallest.
+    """How many parts each worker has: as few as make the largest part at most 20% larger than the smallest.
 
     Where that takes more than some 32 parts in all, the number below that with the most even sizes.
     """

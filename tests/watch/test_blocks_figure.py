@@ -1,0 +1,40 @@
+"""The picture of a partition: its files, its panels, blocks that are empty or of one sample, and many classes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hetjax.watch.blocks_figure import View, blocks_figure, draw_blocks
+from hetjax.watch.colours import worker_colour
+from hetjax.watch.drawing import style
+
+
+def views(size):
+    points = np.random.default_rng(0).normal(size=(size, 2))
+    return [View("all", np.arange(size), points), View("some", np.arange(3), points[:3])]
+
+
+def test_a_picture_is_written_twice_the_same(tmp_path):
+    owner = np.arange(40) % 3
+    shares = {"ours": np.full((3, 4), 3), "chance": np.full((3, 4), 3)}
+    first = draw_blocks(tmp_path, "blocks", "title", {"ours": owner, "chance": owner[::-1]}, views(40), shares)
+    assert [path.name for path in first] == ["blocks.png", "blocks.svg"]
+    before = first[1].read_bytes()
+    draw_blocks(tmp_path, "blocks", "title", {"ours": owner, "chance": owner[::-1]}, views(40), shares)
+    assert first[1].read_bytes() == before
+    assert first[0].stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("classes", [1, 20, 200])
+def test_every_block_has_its_mean_at_its_place_and_an_empty_one_none(classes):
+    owner = np.array([0, 0, 2, 2, 2, 3])  # block 1 is empty, block 3 has one sample
+    shown = views(6)
+    with style():
+        figure = blocks_figure("t", {"p": owner}, shown, {"p": np.ones((4, classes), int)})
+    axes = figure.axes[0]
+    marks = {line.get_label(): line.get_xydata()[0] for line in axes.lines}
+    assert set(marks) == {"block 0", "block 2", "block 3", "all: mean and standard deviation"}
+    np.testing.assert_allclose(marks["block 2"], shown[0].points_Vx2[2:5].mean(axis=0))
+    assert axes.lines[0].get_color() == worker_colour(0)
+    assert len(figure.axes) == 3
