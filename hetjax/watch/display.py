@@ -44,6 +44,7 @@ class Display:
         self._next_line = 0.0
         self._step = 0
         self._row: dict[str, Any] = {}
+        self._updates: list[int] = []  # of each worker so far, in a run without a barrier
         self._reason = ""
         self._live: Live | None = None
 
@@ -52,6 +53,8 @@ class Display:
             self._first_step = step
             self._started = self._next_line = self._clock()
         self._step, self._row = step, plain(row)
+        if made := self._row.get("updates"):
+            self._updates = [a + b for a, b in zip(self._updates or [0] * len(made), made, strict=True)]
         if self._row.get("changed"):
             self._reason = f"step {step}: {self._row.get('reason') or 'plan changed'}"
         if not self.console.is_terminal:
@@ -85,6 +88,8 @@ class Display:
         counts = self._row.get("counts") or []
         shown = " ".join(map(str, counts)) if len(counts) <= 8 else f"{min(counts)} to {max(counts)}"
         parts = [self._progress(), *self._numbers(), *([f"counts {shown}"] if counts else [])]
+        if self._updates:
+            parts.append("updates " + " ".join(f"{share:.0%}" for share in self._shares()[:8]))
         return "  ".join(([self.title] if self.title else []) + parts)
 
     def picture(self) -> RenderableType:
@@ -116,7 +121,14 @@ class Display:
             numbers.append(f"{speed:,.0f} samples/s")
             if self.ideal:
                 numbers.append(f"efficiency {speed / self.ideal:.0%}")
+        if self._row.get("staleness") is not None:
+            numbers.append(f"staleness {self._row['staleness']:.1f}")
         return numbers
+
+    def _shares(self) -> list[float]:
+        """Of the updates of each worker."""
+        total = max(1, sum(self._updates))
+        return [made / total for made in self._updates]
 
     def _left(self) -> str:
         seen = self._step - (self._first_step or 0)  # steps since the clock was started by the first row
@@ -131,7 +143,7 @@ class Display:
         step_time = self._row.get("step_time") or max((t for t in times if t), default=0)
         busy = [t / step_time if t is not None and step_time else None for t in times]
         table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
-        for title in ("worker", "count", "busy", "", "time"):
+        for title in ("worker", "count", "busy", "", "time", *(["updates"] if self._updates else [])):
             table.add_column(title, justify="left" if title == "busy" else "right", no_wrap=True)
         fits = max(1, self.console.height - 7)
         shown = len(counts) if len(counts) <= fits else fits - 1
@@ -143,6 +155,7 @@ class Display:
                 ProgressBar(total=1, completed=min(1, share or 0), width=36, complete_style=_style(share)),
                 "–" if share is None else f"{share:.0%}",
                 "untimed" if times[worker] is None else _duration(times[worker]),
+                *([f"{self._shares()[worker]:.0%}"] if self._updates else []),
             )
         if shown < len(counts):
             rest = [share for share in busy[shown:] if share is not None]

@@ -1,4 +1,5 @@
-"""The picture of one run: counts and efficiency, strips of worker times with the barrier, and the loss."""
+"""The picture of one run: counts and efficiency, worker times with the barrier (or, without one, utilisation and
+shares of updates), and the loss."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from hetjax.watch.drawing import DARK, RED, save, style
 from hetjax.watch.panels import counts_panel, efficiency_panel, loss_panel
 from hetjax.watch.run_folder import Run
+from hetjax.watch.shares import shares
 from hetjax.watch.strip import strips
 
 
@@ -22,7 +24,7 @@ def draw_run(run: Run) -> tuple[Path, Path]:
 
 def run_figure(run: Run) -> Figure:
     """To be called and saved under `style()`."""
-    high = min(5.5, 1.5 + 0.26 * run.workers)
+    high = 3.1 if run.asynchronous else min(5.5, 1.5 + 0.26 * run.workers)
     figure = Figure(figsize=(12, 7.2 + high), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08))
     figure.suptitle(headline(run), x=0.01, ha="left", fontsize=13, fontweight="bold")
     if run.notes:
@@ -35,7 +37,7 @@ def run_figure(run: Run) -> Figure:
     left, right = parts[0].subplots(1, 2)
     counts_panel(left, run)
     efficiency_panel(right, run)
-    strips(parts[1], run)
+    (shares if run.asynchronous else strips)(parts[1], run)
     left, right = parts[2].subplots(1, 2, sharey=True)
     loss_panel(left, run, run.samples_S, "samples")
     loss_panel(right, run, run.seconds_S, "seconds")

@@ -34,6 +34,9 @@ SUMMARIES = (
     ("test_accuracy", "test accuracy", "{:.4f}"),
     ("plan_changes", "plan changes", "{:,}"),
     ("recompiles_after_warmup", "recompiles after warm-up", "{:,}"),
+    ("updates", "updates", "{:,}"),
+    ("update_share", "share of updates per worker", "{:.0%}"),
+    ("utilisation", "utilisation per worker", "{:.0%}"),
     ("data_wait_share", "waiting for data", "{:.1%}"),
     ("overruns", "overruns", "{:,}"),
 )
@@ -97,6 +100,9 @@ def _shown(value: Any, form: str) -> str:
     if value is None:
         return "–"
     try:
+        if isinstance(value, list):  # one number per worker
+            shown = [form.format(one) for one in value[:8]]
+            return ", ".join(shown + ["…"] * (len(value) > 8))
         return form.format(value)
     except (ValueError, TypeError):
         return str(value)

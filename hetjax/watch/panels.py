@@ -13,7 +13,8 @@ from hetjax.watch.run_folder import Run
 
 def counts_panel(axes: Axes, run: Run) -> None:
     """Stacked, so that the height is the batch and equal counts do not hide each other."""
-    axes.set_title("Samples per worker (together: the batch)")
+    told = "samples between two records" if run.asynchronous else "the batch"
+    axes.set_title(f"Samples per worker (together: {told})")
     full = np.flatnonzero(run.full_S)
     shown = full[thinned(len(full))]
     counts_SxW = np.nan_to_num(run.counts_SxW[shown])

@@ -27,6 +27,7 @@ class Run:
     seconds_S: np.ndarray
     samples_S: np.ndarray
     changed_S: np.ndarray
+    updates_SxW: np.ndarray  # of each worker, in a run without a barrier
     summary: dict[str, Any]
     config: dict[str, Any]
     notes: tuple[str, ...]
@@ -46,8 +47,18 @@ class Run:
         return float(value) if isinstance(value, (int, float)) and value > 0 else None
 
     @property
+    def asynchronous(self) -> bool:
+        """Whether workers made updates of their own, without a barrier between steps."""
+        return bool(np.isfinite(self.updates_SxW).any())
+
+    @property
     def full_S(self) -> np.ndarray:
-        """The steps with the usual batch (give or take a sample per worker): not the short last one of an epoch."""
+        """The steps with the usual batch (give or take a sample per worker): not the short last one of an epoch.
+
+        Without a barrier a step is what was finished meanwhile: all of them count.
+        """
+        if self.asynchronous:
+            return np.ones(self.steps, bool)
         batch_S = np.nansum(self.counts_SxW, axis=1)
         return batch_S >= max(1, batch_S.max(initial=0) - self.workers)
 
@@ -101,6 +112,7 @@ def read_run(folder: str | Path, name: str | None = None) -> Run:
         seconds_S=np.cumsum(np.nan_to_num(step_time_S)) if np.isnan(seconds_S).all() else seconds_S,
         samples_S=np.cumsum(batch_S) if np.isnan(samples_S).all() else samples_S,
         changed_S=_column(rows, "changed"),
+        updates_SxW=_table(rows, "updates", workers),
         summary=summary,
         config=config,
         notes=tuple(notes),

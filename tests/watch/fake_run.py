@@ -101,3 +101,49 @@ def write_fake_run(
 def folder_made(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def write_fake_async_run(folder: Path, *, workers: int = 2, steps: int = 60, seed: int = 0) -> Path:
+    """Worker 0 four times slower than the others, which make four updates while it makes one."""
+    rng = np.random.default_rng(seed)
+    write_json(folder_made(folder) / "config.json", {"dataset": "digits", "model": "mlp", "sync": "hogbatch"})
+    tracker, seconds, samples, total_W = JsonlTracker(folder), 0.0, 0, np.zeros(workers, int)
+    for step in range(1, steps + 1):
+        updates_W = np.where(np.arange(workers) == 0, step % 2, 2 + rng.integers(0, 2, workers))
+        counts_W, step_time = 16 * updates_W, 0.1 * rng.uniform(0.9, 1.1)
+        seconds, samples, total_W = seconds + step_time, samples + int(counts_W.sum()), total_W + updates_W
+        tracker.log(
+            step,
+            {
+                "epoch": 0,
+                "loss": 2.3 * np.exp(-step / 30),
+                "counts": counts_W,
+                "times": step_time * np.where(np.arange(workers) == 0, 0.97, 0.9),
+                "rows": counts_W,
+                "step_time": step_time,
+                "samples_per_s": counts_W.sum() / step_time,
+                "seconds": seconds,
+                "samples": samples,
+                "changed": step == 30,
+                "reason": "worker 1 takes 32" if step == 30 else "",
+                "metrics": {"accuracy": 0.5},
+                "updates": updates_W,
+                "batches": [16] * workers,
+                "staleness": 1.5,
+            },
+        )
+    tracker.summary(
+        {
+            "strategy": "hogbatch",
+            "sync": "hogbatch",
+            "workers": workers,
+            "steps": steps,
+            "samples_per_s": samples / seconds,
+            "updates": int(total_W.sum()),
+            "update_share": (total_W / total_W.sum()).tolist(),
+            "utilisation": np.where(np.arange(workers) == 0, 0.97, 0.9).tolist(),
+            "staleness": {"0": 10, "1": 100, "3": 7, "90": 1},
+        }
+    )
+    tracker.close()
+    return folder

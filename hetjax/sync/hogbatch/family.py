@@ -35,6 +35,7 @@ from hetjax.sync.hogbatch.task import Moment, Update
 from hetjax.sync.hogbatch.threads import Pause
 from hetjax.sync.hogbatch.training import Copies, Training
 from hetjax.sync.hogbatch.virtual import Schedule
+from hetjax.sync.replicas import average
 
 Whole = int | Sequence[int] | None
 
@@ -125,6 +126,7 @@ class Asynchronous:
 
     def fit(self, job: Job, state: State) -> tuple[State, History]:
         assert self.bounds is not None
+        state = average(state)  # of the workers', where a sync before kept one set for each
         workers, resumed = job.workers, self._resumed(state)
         pool = RangePool(
             job.sampler.size, job.end, resumed.get("handed", state.cursor), map(tuple, resumed.get("undone", ()))

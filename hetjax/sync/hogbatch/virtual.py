@@ -61,8 +61,11 @@ class VirtualTime:
                 coordinator.abandon()
             for worker in range(self.workers):
                 if (task := coordinator.try_take(worker)) is not None:
-                    seconds = self._seconds(worker, rows_of(task))
-                    heapq.heappush(agenda, (self.now + seconds, started, task, read(task)))
+                    try:
+                        due = self.now + self._seconds(worker, rows_of(task))
+                        heapq.heappush(agenda, (due, started, task, read(task)))
+                    except Exception as error:
+                        coordinator.fail(worker, error)
                     started += 1
             while True:
                 try:
