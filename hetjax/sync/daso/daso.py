@@ -19,7 +19,6 @@ from hetjax.run.update import State
 from hetjax.run.workers import Workers
 from hetjax.sync.daso.blend import BLENDS
 from hetjax.sync.daso.exchange import Stacked
-from hetjax.sync.daso.mean import Leaves
 from hetjax.sync.daso.node import Node
 from hetjax.sync.daso.reduce import Manner, Nodes
 from hetjax.sync.protocol import Setting
@@ -76,28 +75,34 @@ class Daso:
     # -- the protocol of a sync --
 
     def open(self, setting: Setting, state: State) -> Nodes:
-        groups = self._groups(setting.workers)
+        groups = self.groups(setting.workers)
         self._check(setting, groups)
         if int(state.replicas) not in (0, len(groups)):
-            state = average(state)
+            state = average(state)  # has no `more`
         self._set_schedule(setting, state)
-        goes_on = int(state.replicas) > 0
-        cores = [self._core(state, j) for j in range(len(groups))]
-        more = state.more if goes_on and state.more is not None else {}
-        mean = more.get("mean") or (_mean_of(cores) if self.manner.wire == "bfloat16" else None)
         nodes = [
-            Node(workers, setting.layout, setting.rule.finish(), core)
-            for workers, core in zip(groups, cores, strict=True)
+            Node(workers, setting.layout, setting.rule.finish(), self._core(state, j))
+            for j, workers in enumerate(groups)
         ]
         leads = [workers.devices[0] for workers in groups]
-        exchange = Stacked(leads, mean)
         reduce = Nodes(
-            setting.workers, setting.layout, setting.samples, nodes, leads, exchange, self.schedule, self.manner
+            setting.workers,
+            setting.layout,
+            setting.samples,
+            nodes,
+            leads,
+            Stacked(leads),
+            self.schedule,
+            self.manner,
         )
+        more = state.more or {}
+        if self.schedule.skip > 0:
+            mean = more.get("mean") or [jnp.asarray(x)[None] for x in jax.tree.leaves(average(state).params)]
+            reduce.rebase(mean)
         if more:
             mine = lambda x: [np.asarray(x)[j : j + 1] for j in range(len(groups))]
             sent_n = list(zip(*(mine(x) for x in more["sent"]), strict=True)) if "sent" in more else None
-            reduce.go_on([x[0] for x in mine(more["notes"])], mean, sent_n)
+            reduce.go_on([x[0] for x in mine(more["notes"])], sent_n)
         return reduce
 
     def answer(self, state: State) -> State:
@@ -129,7 +134,7 @@ class Daso:
             fresh.begin_at(epoch, inside // setting.batch)
         self.schedule = fresh
 
-    def _groups(self, workers: Workers) -> list[Workers]:
+    def groups(self, workers: Workers) -> list[Workers]:
         """The workers of each node, in order."""
         count = len(workers)
         asked = 2 if self.nodes is None else self.nodes
@@ -158,7 +163,3 @@ class Daso:
         if int(state.replicas):
             return jax.tree.map(lambda x: np.asarray(x)[node : node + 1], state.core)
         return jax.tree.map(lambda x: jnp.asarray(x)[None], state.core)
-
-
-def _mean_of(cores: list[Tree]) -> Leaves:
-    return [jnp.mean(jnp.stack(parts), 0) for parts in zip(*(jax.tree.leaves(core[0]) for core in cores), strict=True)]

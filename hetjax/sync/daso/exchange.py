@@ -42,6 +42,10 @@ class Exchange(Protocol):
 
     nodes: int  # in all
 
+    def rebase(self, leaves: Leaves) -> None:
+        """The mean that all nodes have before the first exchange of kind 'short'. Nothing is under way then."""
+        ...
+
     def start(self, kind: str, leaves_n: Sequence[Leaves], weight_n: Sequence[float], notes_n: np.ndarray) -> Flight:
         """Leaves [1, ...] on the first worker of each node of this process; they must not change until they arrive."""
         ...
@@ -59,19 +63,22 @@ def on_node(kind: str, nodes: int, leaves: Leaves, weight: jax.Array, before: Le
 class Stacked:
     """All nodes are in this process: the same sums as across processes, over an axis of one device's array."""
 
-    def __init__(self, devices: Sequence[jax.Device], before: Leaves | None):
-        self.nodes = len(devices)
-        self.hub = devices[0]
-        self.before = before if before is None else jax.device_put(before, self.hub)
+    def __init__(self, leads: Sequence[jax.Device]):
+        """leads: the first worker of each node."""
+        self.nodes, self.hub = len(leads), leads[0]
+        self._before: Leaves = []
         self._programs = {kind: jax.jit(partial(_over_stack, kind, self.nodes)) for kind in KINDS}
+
+    def rebase(self, leaves: Leaves) -> None:
+        self._before = jax.device_put(leaves, self.hub)
 
     def start(self, kind: str, leaves_n: Sequence[Leaves], weight_n: Sequence[float], notes_n: np.ndarray) -> Flight:
         here = [jax.device_put(leaves, self.hub) for leaves in leaves_n]
         weight_N = jax.device_put(np.asarray(weight_n, weight_type()), self.hub)
         with expected():
-            found = self._programs[kind](here, weight_N, self.before if kind == "short" else [])
+            found = self._programs[kind](here, weight_N, self._before if kind == "short" else [])
         if kind == "short":
-            self.before = found
+            self._before = found
         return _Here(Arrived(found, np.asarray(notes_n)))
 
 

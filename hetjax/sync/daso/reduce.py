@@ -42,6 +42,7 @@ class _Pending:
 
     flight: Flight
     sent_n: list[Tree]
+    short: bool  # in 16 bits
 
 
 class Nodes:
@@ -69,7 +70,8 @@ class Nodes:
         self._slices = [slice(end - len(node.workers), end) for end, node in zip(ends, self.nodes, strict=True)]
         self._notes_n = [Notes() for _ in self.nodes]
         self._pending: _Pending | None = None
-        self._mean: Leaves | None = None  # the last one received with 16 bits on the wire
+        self._short = manner.wire == "bfloat16"
+        self._mean: Leaves | None = None  # the last one that all nodes know, where differences to it travel
         self._told: list[Notes] | None = None  # what all nodes said, where that arrived with the last step
         self._reports_n: list[Report] | None = None  # of the last step
         self._scalars: jax.Array | None = None  # of all nodes in the last step, where their gradients were summed
@@ -92,11 +94,12 @@ class Nodes:
         scalars_n = [node.apply(totals) for node, totals in zip(self.nodes, totals_n, strict=True)]
         if act.gradients:
             self._scalars = scalars_n[0]
-        self._agree(act.send, act.receive, act.block)
+        self._agree(act.send, act.receive, act.block, short=self._short and not last)
         if last:
             self._end_epoch(cycling)
 
-    def _agree(self, send: bool, receive: int, block: bool) -> None:
+    def _agree(self, send: bool, receive: int, block: bool, short: bool) -> None:
+        """`short`: what is sent now travels in 16 bits; never at the end of an epoch, as nodes go on from that mean."""
         due, first = self._pending, receives_first(self.manner.blend)
         rule = terms(self.manner.blend, receive, self.exchange.nodes)
         if receive and first:
@@ -104,17 +107,16 @@ class Nodes:
         if receive:
             self._pending = None
         if send:
-            self._send([node.snapshot() for node in self.nodes])
+            self._send([node.snapshot() for node in self.nodes], short)
         if receive and not first:
             self._receive(due, rule)
         if block:
             self._receive(self._pending, ALL_OF_IT)
             self._pending = None
 
-    def _send(self, sent_n: list[Tree]) -> None:
+    def _send(self, sent_n: list[Tree], short: bool) -> None:
         leaves_n = [jax.tree.leaves(node.lead(sent)) for node, sent in zip(self.nodes, sent_n, strict=True)]
-        kind = "short" if self.manner.wire == "bfloat16" else "mean"
-        self._pending = _Pending(self._start(kind, leaves_n), sent_n)
+        self._pending = _Pending(self._start("short" if short else "mean", leaves_n), sent_n, short)
 
     def _start(self, kind: str, leaves_n: list[Leaves]) -> Flight:
         self._read()
@@ -128,8 +130,10 @@ class Nodes:
     def _receive(self, pending: _Pending | None, rule: Terms) -> None:
         assert pending is not None
         arrived = self._learn(pending.flight)
-        if self.manner.wire == "bfloat16":
+        if pending.short:
             self._mean = arrived.leaves
+        else:
+            self.rebase(arrived.leaves)
         for node, sent in zip(self.nodes, pending.sent_n, strict=True):
             node.blend(arrived.leaves, sent, rule)
 
@@ -151,6 +155,8 @@ class Nodes:
         self.schedule.end_epoch(sum(notes.loss for notes in self._told) / weight if weight else np.nan)
         for notes in self._notes_n:
             notes.loss = notes.weight = 0.0
+        if not cycling and self.schedule.skip > 0:
+            self.rebase(jax.tree.leaves(self.nodes[0].lead(self.nodes[0].snapshot())))
         if cycling and not self.manner.faithful:
             self._average_rest(with_optimiser=self.schedule.skip == 0)
 
@@ -218,16 +224,20 @@ class Nodes:
         shape = (self.exchange.nodes, *pieces_n[0].shape[1:])
         return jax.make_array_from_single_device_arrays(shape, self._over_nodes, list(pieces_n))
 
-    def go_on(self, words_n: Sequence[np.ndarray], mean: Leaves | None, sent_n: Sequence[Leaves] | None) -> None:
-        """Take up what `State.more` held: notes, the last mean, and an exchange that was under way, which is started
-        again."""
-        self._mean = mean
+    def rebase(self, mean: Leaves) -> None:
+        """Go on from parameters that all nodes know; what travels is the difference to them."""
+        if self._short:
+            self._mean = mean
+            self.exchange.rebase(mean)
+
+    def go_on(self, words_n: Sequence[np.ndarray], sent_n: Sequence[Leaves] | None) -> None:
+        """Take up what `State.more` held: notes, and an exchange that was under way, which is started again."""
         self._notes_n = [Notes.of(from_words(words)) for words in words_n]
         if sent_n is not None:
             kept = [replace(notes) for notes in self._notes_n]
             tree = jax.tree.structure(self.nodes[0].core[0])
             placed = lambda node, leaves: jax.tree.unflatten(tree, [node.put(leaf) for leaf in leaves])
-            self._send([placed(node, leaves) for node, leaves in zip(self.nodes, sent_n, strict=True)])
+            self._send([placed(node, leaves) for node, leaves in zip(self.nodes, sent_n, strict=True)], self._short)
             self._notes_n = kept
 
     def per_worker(self) -> list[list[jax.Array]]:

@@ -9,8 +9,14 @@ import optax
 
 from hetjax import Trainer
 from hetjax.plan.controllers.protocol import Plan
-from hetjax.plan.sampler import Sampler
+from hetjax.plan.sampler import Sampler, Step
+from hetjax.run.clocks import Lap
+from hetjax.run.layout import Layout, Sums
+from hetjax.run.reduce import own_slots
+from hetjax.run.update import State
+from hetjax.run.workers import Workers
 from hetjax.sync.daso import Daso
+from hetjax.sync.protocol import Rule, Setting
 
 SAMPLES, BATCH = 44, 8  # five steps of eight and one of four
 
@@ -94,6 +100,37 @@ def node_parts(epoch, counts, sizes, seed=0):
         order = sampler.indices(epoch, step.start, step.stop)
         steps.append(np.split(order, np.cumsum(per_node)[:-1]))
     return steps
+
+
+class Driven:
+    """Nodes of one worker each, moved by gradients that the test gives, without a trainer. Every step has 4 samples
+    of the epoch's order, whatever the nodes take of them."""
+
+    def __init__(self, x, optimizer, samples, nodes=4, **options):
+        workers = Workers.of(jax.devices()[:nodes])
+        self.layout = Layout.of(jax.ShapeDtypeStruct(x.shape, x.dtype), (), ())
+        setting = Setting(workers, self.layout, Rule(optimizer, None, None), "auto", samples, 4, 0, 100 * samples)
+        self.sync = Daso(nodes=nodes, **options)
+        self.samples, self.cursor = samples, 0
+        self.reduce = self.sync.open(setting, State(jnp.asarray(x), None, optimizer.init(x), None))
+
+    @property
+    def x(self):
+        """The parameters of each node."""
+        return [np.asarray(leaves[0])[0] for leaves in self.reduce.per_worker()]
+
+    def step(self, told):
+        """One step, given for every node the sum of gradients and the number of samples in it."""
+        laps = []
+        for device, (gradient, count) in zip(self.reduce.workers.devices, told, strict=True):
+            zero, number = jnp.zeros(()), jnp.asarray(float(count))
+            sums = Sums(jnp.asarray(gradient), (), zero, number, number, {})
+            parts = tuple(jax.device_put(np.asarray(part)[None], device) for part in self.layout.pack(sums))
+            laps.append(Lap(parts, count, 0.0, 1.0))
+        epoch, start = divmod(self.cursor, self.samples)
+        self.cursor += 4
+        self.reduce.step(laps, [own_slots(1.0, lap.rows, 0, False) for lap in laps], Step(epoch, start, start + 4))
+        self.reduce.report()
 
 
 def trainer(loss_fn, counts, sizes, optimizer=None, sync=None, **options):

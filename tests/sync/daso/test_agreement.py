@@ -1,0 +1,220 @@
+"""What nodes agree on: all-reduce where they block, the right fixed point where they do not, 16 bits on the wire."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from daso_reference import Reference
+from daso_setups import BATCH, SAMPLES, Driven, Fixed, flat, node_parts, per_node, quadratic, tanh_net, trainer
+from problems import distance
+
+from hetjax import Trainer
+from hetjax.run.workers import Workers
+from hetjax.sync.allreduce import AllReduce
+from hetjax.sync.daso import Daso
+from hetjax.sync.daso.blend import terms
+
+COUNTS, SIZES = [4, 1, 2, 1], [2, 1, 1]
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.adam(1e-2),
+        optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(optax.cosine_decay_schedule(0.2, 20), momentum=0.9)),
+        optax.lion(1e-2),
+    ],
+    ids=["adam", "clipped momentum", "lion"],
+)
+def test_blocking_phases_are_allreduce(optimizer):
+    loss_fn, data, params, _ = tanh_net()
+    runs = []
+    for sync in (AllReduce(), Daso(nodes=SIZES, warm_up=3)):
+        with trainer(loss_fn, COUNTS, SIZES, optimizer, sync) as made:
+            state, history = made.fit(made.init(params), data, epochs=3)
+            runs.append((flat(made.answer(state).params), history.losses))
+    np.testing.assert_allclose(runs[1][0], runs[0][0], rtol=1e-10)
+    np.testing.assert_allclose(runs[1][1], runs[0][1], rtol=1e-10)
+
+
+def test_model_state_moving_average_and_optimiser_go_along():
+    """In blocking phases as with all-reduce; after other epochs alike on all nodes, momentum only before blocking."""
+    _, data, params, _ = quadratic()
+    data, params = {"c": data["c"].astype(np.float32)}, params.astype(np.float32)
+
+    def loss_fn(params, state, batch, keys, mask_b):
+        seen = jnp.where(mask_b[:, None], batch["c"], 0)
+        return jnp.sum((params - batch["c"]) ** 2, axis=-1), (seen.sum(0), mask_b.sum())
+
+    def run(sync, epochs):
+        held = []
+        with Trainer(
+            loss_fn, optax.adam(0.1), batch_size=BATCH, controller=Fixed(COUNTS), sync=sync, ema_decay=0.9,
+            devices=jax.devices()[:4], rungs=[8],
+        ) as made:  # fmt: skip
+            state, _ = made.fit(
+                made.init(params, np.zeros(3, np.float32)), data, epochs=epochs,
+                hooks=[lambda record, state: held.append(jax.tree.map(np.array, state.core))],
+            )  # fmt: skip
+            return jax.tree.map(np.asarray, made.answer(state)), held[5::6]
+
+    expected, _ = run(AllReduce(), 2)
+    told, _ = run(Daso(nodes=SIZES, warm_up=2), 2)
+    for mine, theirs in zip(told.core, expected.core, strict=True):
+        assert distance(mine, theirs) < 1e-5
+    apart = lambda tree: max(np.ptp(leaf, axis=0).max() for leaf in jax.tree.leaves(tree))
+    _, (cycling, before_blocking, blocking) = run(Daso(nodes=SIZES, warm_up=0, cool_down=1), 3)
+    for core in (cycling, before_blocking, blocking):
+        assert apart((core[0], core[1], core[3])) < 1e-6
+    assert apart(cycling[2]) > 1e-3
+    assert apart((before_blocking[2], blocking[2])) < 1e-6
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize(
+    ("options", "skip", "expected", "within"),
+    [
+        ({"overlap": False}, 8, 0.8878, 1e-3),
+        ({"blend": "delta"}, 4, 0.8878, 0.012),  # exchanges are within a round here, and come a step late
+        ({"blend": "paper"}, 4, 0.95, 0.012),  # takes back two thirds of steps 1 and 5 of a round: of nodes 0 and 1
+    ],
+)
+def test_unequal_steps_and_unequal_data_meet_at_the_right_place(options, skip, expected, within):
+    """Node j holds samples at c_j = j and makes k_j = 8, 4, 2, 2 steps in a round of 8, as a fast node does.
+
+    Every sample counts alike, so the optimum is (8 x 0 + 4 x 1 + 2 x 2 + 2 x 3) / 16 = .875. Weights by batch per step,
+    all equal here, end at sum_j a_j c_j / sum_j a_j with a_j = 1 - .99^k_j, .888; by samples since the last at .417."""
+    made, centre = np.array([8, 4, 2, 2]), np.arange(4.0)
+    a = 1 - 0.99**made
+    assert round(float(a @ centre / a.sum()), 4) == 0.8878
+    assert round(float((a * made) @ centre / (a @ made)), 3) == 0.417
+    nodes = Driven(np.array([0.88]), optax.sgd(0.01), samples=4000, warm_up=0, cool_down=0, wire="full", **options)
+    nodes.sync.schedule.skip = skip
+    for step in range(641):
+        active = (step % 8 + 1) * made // 8 > step % 8 * made // 8
+        nodes.step([(x - c, 1) if on else (0 * x, 0) for x, c, on in zip(nodes.x, centre, active, strict=True)])
+    assert np.mean(nodes.x) == pytest.approx(expected, abs=within)
+
+
+@pytest.mark.parametrize(("gs", "wait", "effective"), [(8, 2, 7 / 8), (4, 1, 5 / 6), (2, 1, 2 / 3), (1, 1, 0.6)])
+def test_the_papers_blend_takes_progress_back(gs, wait, effective):
+    """Four equal nodes with constant gradients: how far the mean gets for every step made."""
+    slope = lambda x, rows: (np.ones_like(x), 0.0)
+    steps = [[np.zeros(1, int)] * 4] * 401
+    for blend, expected in (("paper", effective), ("delta", 1.0)):
+        reference = Reference(slope, 4, 1.0, blend=blend).start(np.zeros(1))
+        reference.epoch(steps, gs, wait)
+        assert -reference.x[0][0] / 401 == pytest.approx(expected, abs=0.01)
+
+
+def test_terms_by_hand():
+    assert terms("paper", 1, 4) == pytest.approx((1 / 3, 2 / 3, 0))
+    assert terms("paper", 2, 4) == pytest.approx((1 / 2, 1 / 2, 0))
+    assert terms("delta", 2, 4) == (1, 1, 1)
+
+
+def short(x):
+    return np.asarray(x, np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
+
+
+def test_sixteen_bits_travel_and_full_precision_stays():
+    """Worked out in NumPy: differences to the last mean are rounded, and their mean once more."""
+    rng = np.random.default_rng(5)
+    nodes = Driven(np.zeros(7, np.float32), optax.sgd(0.3), samples=400, warm_up=0, cool_down=0)
+    x, before, sent = [np.zeros(7, np.float32) for _ in range(4)], np.zeros(7, np.float32), None
+    weight = np.array([1, 2, 3, 2], np.float32)
+    for step in range(12):
+        gradient = rng.normal(size=(4, 7)).astype(np.float32)
+        nodes.step([(g * n, n) for g, n in zip(gradient, [1, 2, 3, 2], strict=True)])
+        x = [v - np.float32(0.3) * g for v, g in zip(x, gradient, strict=True)]
+        if step % 4 == 0:
+            sent = [v.copy() for v in x]
+        if step % 4 == 1:
+            moved = sum(w * short(v - before) for w, v in zip(weight / 8, sent, strict=True))
+            before = before + short(moved)
+            x = [v + before - s for v, s in zip(x, sent, strict=True)]
+        np.testing.assert_allclose(nodes.x, x, rtol=1e-5, atol=1e-6)
+    assert not np.array_equal(x[0], short(x[0]))
+
+
+def test_a_node_that_is_not_finite_stands_still():
+    zero = np.zeros(2, np.float32)
+    nodes = Driven(zero, optax.sgd(0.1), samples=400, warm_up=0, cool_down=0, wire="full")
+    nodes.step([(np.full(2, np.nan), 1)] + [(np.ones(2), 1)] * 3)
+    assert nodes.reduce.report().nonfinite_W.tolist() == [True, False, False, False]
+    np.testing.assert_allclose(nodes.x, [[0, 0]] + [[-0.1, -0.1]] * 3)
+    blocking = Driven(zero, optax.sgd(0.1), samples=400, warm_up=1)
+    blocking.step([(np.full(2, np.nan), 1)] + [(np.ones(2), 1)] * 3)
+    np.testing.assert_array_equal(blocking.x, np.zeros((4, 2)))
+
+
+@pytest.mark.parametrize("engine", ["looped", "masked"])
+def test_other_engines_see_each_node_its_own_parameters(engine):
+    loss_fn, data, params, gradient = quadratic()
+    data, params = {"c": data["c"].astype(np.float32)}, params.astype(np.float32)
+    reference = Reference(gradient, 2, 0.1).start(flat(params))
+    for epoch in range(2):
+        reference.epoch(node_parts(epoch, [2, 2, 2, 2], [2, 2]), 4, 1)
+    with Trainer(
+        loss_fn, optax.sgd(0.1), batch_size=BATCH, controller=Fixed([2, 2, 2, 2]), engine=engine, capacity=BATCH,
+        sync=Daso(nodes=2, warm_up=0, cool_down=0, wire="full"), devices=jax.devices()[:4],
+    ) as made:  # fmt: skip
+        state, _ = made.fit(made.init(params), data, epochs=2)
+    np.testing.assert_allclose(made.answer(state).params, reference.x[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("blend", ["delta", "paper"])
+def test_stopped_after_any_step_it_is_the_same_run(blend):
+    """Through the host, as a checkpoint goes: in every phase, and with an exchange under way."""
+    loss_fn, data, params, _ = tanh_net()
+    data, params = jax.tree.map(lambda x: x.astype(np.float32), (data, params))
+    options = {"warm_up": 1, "cool_down": 1, "stability": 0.9, "max_skip": 4, "blend": blend, "wire": "bfloat16"}
+    epochs, pending = 6, []
+    with trainer(loss_fn, COUNTS, SIZES, optax.adam(0.05), **options) as made:
+        fresh = made.init(params)
+        whole, history = made.fit(fresh, data, epochs=epochs)
+        for asked in (5, 14, 29) if blend == "delta" else (14,):
+            made.sync = Daso(nodes=SIZES, **options)
+            ask = lambda record, state, asked=asked: made.stop() if record.step == asked + 1 else None
+            half, first = made.fit(fresh, data, epochs=epochs, hooks=[ask])
+            saved, half = json.loads(json.dumps(made.remember(half))), jax.tree.map(np.array, half)
+            pending.append("sent" in half.more)
+            made.sync = Daso(nodes=SIZES, **options)
+            rest, second = made.fit(made.recall(saved, half), data, stop_at=epochs * SAMPLES)
+            np.testing.assert_array_equal(first.losses + second.losses, history.losses, err_msg=f"after {half.step}")
+            assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(a, b), rest.core, whole.core))
+    assert 0 < sum(pending) < len(pending)
+
+
+def test_other_nodes_go_on_from_the_answer():
+    loss_fn, data, params, _ = quadratic()
+    data, params = {"c": data["c"].astype(np.float32)}, params.astype(np.float32)
+    with trainer(loss_fn, COUNTS, SIZES, warm_up=0, cool_down=0) as made:
+        state, _ = made.fit(made.init(params), data, steps=3)  # the nodes are apart
+        expected = flat(made.answer(state).params)
+        saved = made.remember(state)
+    state = jax.tree.map(np.asarray, state)
+    with trainer(loss_fn, [4, 4], [1, 1], optax.sgd(0.0), warm_up=0, cool_down=0) as made:
+        other, _ = made.fit(made.recall(saved, state), data, steps=1)
+    assert other.replicas == 2
+    for mine in per_node(other.params, 2):
+        np.testing.assert_allclose(mine, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"nodes": 9}, "9 nodes cannot be made of 4 workers"),
+        ({"nodes": [3, 3]}, "4 workers"),
+        ({"blend": "half"}, "paper, delta"),
+        ({"wire": "int8"}, "bfloat16, full"),
+    ],
+)
+def test_nonsense_is_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        Daso(**options).groups(Workers.of(jax.devices()[:4]))
