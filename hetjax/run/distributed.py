@@ -103,11 +103,10 @@ def find_place(
     coordinator: str | None, processes: int | None, process: int | None, environment: Mapping[str, str]
 ) -> Place:
     """Who this process is, by arguments, then by the launcher's variables, then by the cluster it runs in."""
-    source = _BY_HAND[0]
-    if coordinator is None and processes is None and process is None:
-        source = _BY_HAND[1]
-        coordinator = environment.get(COORDINATOR)
-        processes, process = (_whole(environment, name) for name in (PROCESSES, PROCESS))
+    source = _BY_HAND[1] if coordinator is None and processes is None and process is None else _BY_HAND[0]
+    coordinator = environment.get(COORDINATOR) if coordinator is None else coordinator
+    processes = _whole(environment, PROCESSES) if processes is None else processes
+    process = _whole(environment, PROCESS) if process is None else process
     if processes == 1:
         return Place()
     if None in (coordinator, processes, process) and (cluster := detected_cluster(environment)) is not None:
