@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hetjax.run.norm import BatchNorm, LinenBatchNorm
     from hetjax.run.simulate import Simulation
     from hetjax.run.update import State, running_average
+    from hetjax.source_blocks import make_blocks
     from hetjax.trainer import NonFiniteError, Trainer
     from hetjax.watch.hooks import Progress
 
@@ -33,6 +34,7 @@ _HOME = {
     "fake_devices": "hetjax.devices",
     "from_linen": "hetjax.run.from_flax",
     "from_nnx": "hetjax.run.from_flax",
+    "make_blocks": "hetjax.source_blocks",
     "running_average": "hetjax.run.update",
     "solve": "hetjax.plan.allocation",
 }
@@ -53,6 +55,7 @@ __all__ = [
     "fake_devices",
     "from_linen",
     "from_nnx",
+    "make_blocks",
     "running_average",
     "solve",
 ]

@@ -11,12 +11,11 @@ from hetjax.plan import controllers
 from hetjax.plan.controllers.protocol import Controller
 from hetjax.run.engines.choose import ENGINES
 
-PARTITIONS = ("global", "proportional")
+PARTITIONS = ("global", "proportional", "submodular")
 SYNCS = tuple(syncs.REGISTRY)
 
 # Named in the design, not built yet: asking for one is answered by a sentence, and --help does not offer it.
 _COMING = {
-    "partition": ("submodular",),
     "sync": ("daso", "hogbatch", "adaptive-hogbatch", "adaptive-sgd"),
 }
 _BY_EPOCH = ("dp", "edp", "dbs", "proportional")  # laws that act once an epoch unless told otherwise
@@ -53,6 +52,13 @@ PRESETS: dict[str, Strategy] = {
     "proportional": Strategy("proportional", idea="step times held equal, once an epoch (ACSOS 2020)"),
     "lbbsp": Strategy("lbbsp", idea="a few samples from the slowest to the fastest (LB-BSP, SoCC 2020)"),
     "lbb": Strategy("lbb", idea="hold, nudge or solve again, by the size of the imbalance"),
+    "rcd-sgd": Strategy(
+        "static",
+        "submodular",
+        "decentralised",
+        sync_options={"mix_every": 2},
+        idea="blocks that stand for the whole, parameters mixed with the neighbours' (arXiv 2211.00839)",
+    ),
 }
 CONTROLLERS = tuple(name for name in controllers.REGISTRY if name != "oracle")
 
@@ -90,7 +96,8 @@ def resolve(
             if name in _COMING.get(axis, ()):
                 raise ValueError(_coming(axis, name, known[axis]))
             raise ValueError(f"There is no {axis} {name!r}. Choose {_one_of(known[axis])}.")
-    base = PRESETS[preset] if preset is not None else Strategy(controller or "balanced")
+    usual = "static" if partition == "submodular" else "balanced"
+    base = PRESETS[preset] if preset is not None else Strategy(controller or usual)
     chosen = replace(base, **given)
     if chosen.controller != base.controller:
         chosen = replace(chosen, options={})
@@ -145,6 +152,17 @@ def _check(chosen: Strategy) -> None:
                 f"The partition 'proportional' cuts the data into shards once an epoch, but the controller "
                 f"{chosen.controller!r} changes the counts between, or waits for timings of exactly its own. Use "
                 f"partition 'global', or one of the controllers equal, {', '.join(_WEIGHING)} acting once an epoch."
+            )
+    if chosen.partition == "submodular":
+        if chosen.controller not in ("equal", "static"):
+            raise ValueError(
+                f"The partition 'submodular' gives every worker its samples for good, as many as its rate says, and "
+                f"the controller {chosen.controller!r} would change their number. Use the controller static."
+            )
+        if chosen.sync not in ("allreduce", "decentralised"):
+            raise ValueError(
+                f"The partition 'submodular' cuts blocks for workers that all take part in every step, which those of "
+                f"the sync {chosen.sync!r} do not, or not each for itself. Use the sync allreduce or decentralised."
             )
 
 

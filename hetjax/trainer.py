@@ -20,9 +20,10 @@ from hetjax.data.source import Source, fetch
 from hetjax.history import History, Record
 from hetjax.plan import controllers
 from hetjax.plan.allocation import solve
+from hetjax.plan.blocks import Blocks
 from hetjax.plan.controllers.protocol import Controller, Observation, Plan
 from hetjax.plan.limits import Limits
-from hetjax.plan.partition import ProportionalSampler
+from hetjax.plan.partition import BlockSampler, ProportionalSampler
 from hetjax.plan.sampler import Sampler, Step
 from hetjax.run.agree import digest, gather, same
 from hetjax.run.calibrate import time_local_phases
@@ -44,7 +45,7 @@ log = logging.getLogger("hetjax")
 Tree = Any
 Hook = Callable[[Record, State], None]  # may also have begin(history) and end(history), called around the steps
 
-AnySampler = Sampler | ProportionalSampler
+AnySampler = Sampler | ProportionalSampler | BlockSampler
 _SAMPLERS: dict[str, Callable[..., AnySampler]] = {"global": Sampler, "proportional": ProportionalSampler}
 _MARGIN_SHARE = 8  # rows are fetched ahead with a margin of an eighth of the batch around a process's slice
 
@@ -69,7 +70,8 @@ class Trainer:
     optimizer    any optax optimiser; clipping inside it sees the gradient of the whole global batch
     batch_size   samples per step over all workers, constant
     controller   a name ('balanced', 'equal', 'static', ...) or an object of the `Controller` protocol
-    partition    'global': any samples of the batch for any worker; 'proportional': shards, cut once an epoch
+    partition    'global': any samples of the batch for any worker; 'proportional': shards, cut once an epoch; or
+                 `Blocks`, of which each worker has one for good (`hetjax.make_blocks`): they set the counts too
     sync         when the workers agree: 'allreduce' in every step, or another of `hetjax.sync`
     engine       'auto', 'chunked', 'looped' or 'masked'; transport: 'auto', 'psum' or 'hub'
     devices      the workers; None for all that JAX sees
@@ -87,7 +89,7 @@ class Trainer:
         *,
         batch_size: int,
         controller: str | Controller = "balanced",
-        partition: str = "global",
+        partition: str | Blocks = "global",
         sync: str | AnySync = "allreduce",
         engine: str = "auto",
         transport: str = "auto",
@@ -111,8 +113,13 @@ class Trainer:
             raise ValueError(
                 f"batch_size is the number of samples per step over all workers, at least 1; got {batch_size!r}."
             )
-        if partition not in _SAMPLERS:
-            raise ValueError(f"Unknown partition {partition!r}: use one of {', '.join(_SAMPLERS)}.")
+        blocks = partition if isinstance(partition, Blocks) else None
+        partition = BlockSampler.partition if isinstance(partition, Blocks) else partition
+        if blocks is None and partition not in _SAMPLERS:
+            raise ValueError(
+                f"Unknown partition {partition!r}: use one of {', '.join(_SAMPLERS)}, or give the blocks themselves, "
+                "as hetjax.make_blocks(source, rates) makes them."
+            )
         if on_nonfinite not in ("stop", "skip"):
             raise ValueError(f"on_nonfinite must be 'stop' or 'skip', got {on_nonfinite!r}.")
         if ema_decay is not None and not 0 <= ema_decay < 1:
@@ -122,7 +129,8 @@ class Trainer:
         self.controller: Controller = controllers.make(controller) if isinstance(controller, str) else controller
         self.sync: AnySync = syncs.make(sync) if isinstance(sync, str) else sync
         self.workers = Workers.of(devices)
-        self.engine, self.transport, self.partition = engine, transport, partition
+        self.engine, self.transport, self.partition, self.blocks = engine, transport, partition, blocks
+        self._check_blocks()
         self.quantum: int = quantum if quantum is not None else getattr(loss_fn, "quantum", 1)
         if isinstance(self.sync, Asynchronous) and partition != "global":
             raise ValueError(
@@ -183,7 +191,7 @@ class Trainer:
         """
         source = _as_source(source)
         state = replace(state, step=int(state.step), cursor=int(state.cursor))  # a checkpoint may hold them as arrays
-        sampler = self._sampler = _SAMPLERS[self.partition](len(source), self.batch_size, self.seed)
+        sampler = self._sampler = self._make_sampler(len(source))
         if self._order is not None and state.cursor:
             sampler.load_state_dict(self._order, state.cursor)
         end = self._end(state.cursor, sampler, epochs, steps, stop_at)
@@ -403,6 +411,9 @@ class Trainer:
         limits = session.engine.limits()
         decide = partial(self._decide if train else self._split_like_training, limits)
         step, plan = sampler.next(cursor, decide)
+        if isinstance(sampler, BlockSampler):  # which asks no controller
+            limits.check_counts(plan.counts_W, step.batch, "The partition")
+            self._shares_W = np.maximum(plan.counts_W, 1e-3)
         rows = Rows(*feed.take(step.epoch, *self._span(plan, step)))
         packed = session.engine.pack(rows, step, plan.counts_W, self.seed)
         following = sampler.ahead(cursor + step.advance) if cursor + step.advance < end else None
@@ -479,13 +490,38 @@ class Trainer:
             return sampler.samples_in(sampler.whole_steps(cursor) + steps)
         return cursor + sampler.size * (epochs if epochs is not None else steps or 0)
 
+    def _check_blocks(self) -> None:
+        """Refuse blocks that are not for these workers, and a controller that they would leave nothing to decide."""
+        if self.blocks is None:
+            return
+        if self.blocks.workers != len(self.workers):
+            raise ValueError(
+                f"The partition has blocks for {self.blocks.workers} workers, but there are {len(self.workers)}: make "
+                "or re-cut it for these."
+            )
+        if self.controller.name not in ("equal", "static"):
+            raise ValueError(
+                f"Blocks set how many samples each worker gets, and the controller {self.controller.name!r} would "
+                "change that. Use controller='static', with blocks sized by the workers' rates."
+            )
+
+    def _make_sampler(self, samples: int) -> AnySampler:
+        if self.blocks is None:
+            return _SAMPLERS[self.partition](samples, self.batch_size, self.seed)
+        if self.blocks.size != samples:
+            raise ValueError(
+                f"The partition shares out {self.blocks.size:,} samples and the source has {samples:,}: make the "
+                "blocks from the source that is trained on."
+            )
+        return BlockSampler(self.blocks.indices, self.batch_size, self.seed)
+
     def _check_alike(self, state: State, source: Source) -> None:
         """Processes that start unlike would go on unlike, each sure of its own."""
         same(
             batch_size=self.batch_size,
             seed=self.seed,
             controller=[self.controller.name, self.controller.state_dict()],
-            partition=self.partition,
+            partition=[self.partition, None if self.blocks is None else digest(self.blocks.owner_D)],
             sync=[self.sync.name, self.sync.state_dict()],
             engine=self.engine,
             number_of_samples=len(source),

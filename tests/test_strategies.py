@@ -26,6 +26,14 @@ def test_an_axis_wins_over_the_preset():
     assert resolve("dbs", controller="dp")[1].controller == "dp"
 
 
+def test_fixed_blocks_go_with_fixed_counts():
+    name, strategy = resolve(partition="submodular")
+    assert (name, strategy.controller, strategy.sync) == ("static", "static", "allreduce")
+    _, strategy = resolve("rcd-sgd")
+    assert (strategy.controller, strategy.partition, strategy.sync) == ("static", "submodular", "decentralised")
+    assert strategy.make_sync().mix_every == 2
+
+
 def test_options_of_the_sync():
     _, strategy = resolve(sync="decentralised", faithful=True, sync_options={"mix_every": 3, "topology": None})
     assert strategy.sync_options == {"mix_every": 3, "faithful": True}
@@ -44,6 +52,8 @@ def test_options_of_the_sync():
         ({"controller": "balanced", "every": 5}, "no cadence"),
         ({"sync_options": {"mix_every": 2}}, "option of the sync decentralised, not of 'allreduce'"),
         ({"engine": "fast"}, "There is no engine 'fast'"),
+        ({"controller": "balanced", "partition": "submodular"}, "for good"),
+        ({"preset": "dbs", "partition": "submodular"}, "for good"),
     ],
 )
 def test_what_makes_no_sense_is_refused(asked, sentence):
