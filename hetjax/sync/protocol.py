@@ -13,7 +13,6 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import optax
 
-from hetjax.plan.sampler import Sampler
 from hetjax.run.layout import Layout
 from hetjax.run.reduce import Reduce
 from hetjax.run.update import Finish, State, optimiser_step
@@ -75,6 +74,6 @@ class PlansByNode(Protocol):
         """Those of these devices (None: all) that this process plans for."""
         ...
 
-    def sampler(self, order: Sampler, quantum: int) -> Any:
-        """Which samples of a step are this process's, as a sampler; their numbers are multiples of the quantum."""
+    def sampler(self, order: Any, quantum: int) -> Any:
+        """The sampler of this process's part of every step, out of that of all; parts are multiples of the quantum."""
         ...

@@ -1,7 +1,7 @@
 """DASO (Coquelin et al., arXiv 2104.05588): agree in every step inside a node, seldom and late between nodes.
 
-Over several processes a process is a node, and only exchanges of parameters cross between them. In one process its
-workers are divided into nodes, to study the method.
+Over several processes a process is a node, plans for its own workers, and only exchanges cross between nodes. In one
+process its workers are divided into nodes, to study the method.
 """
 
 from __future__ import annotations
@@ -14,12 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hetjax.plan.between_nodes import RULES, BetweenNodes
 from hetjax.plan.daso_schedule import Schedule
+from hetjax.plan.node_sampler import NodeSampler
+from hetjax.plan.sampler import Sampler
 from hetjax.run.update import State
 from hetjax.run.workers import Workers
+from hetjax.sync.daso.across import AcrossProcesses
 from hetjax.sync.daso.blend import BLENDS
-from hetjax.sync.daso.exchange import Stacked
+from hetjax.sync.daso.exchange import Exchange, Stacked
 from hetjax.sync.daso.node import Node
+from hetjax.sync.daso.places import Places, across_processes, in_one_process, own_devices
 from hetjax.sync.daso.reduce import Manner, Nodes
 from hetjax.sync.protocol import Setting
 from hetjax.sync.replicas import average
@@ -40,6 +45,9 @@ class Daso:
     blend      'delta' or 'paper': what is done with an average that comes late (see blend.py)
     wire       'bfloat16': differences to the last mean travel in 16 bits; 'full': parameters as they are
     overlap    False: nodes wait for each other at every exchange, which is local SGD
+    between    over several processes: 'balanced' (all nodes make the same steps, with samples in proportion to what
+               they can do), 'equal', or 'steps' (the same samples a step, and steps in proportion to speed)
+    wait_limit most seconds to wait for a node that is late; link: bits a second of a simulated link between nodes
     faithful   as published: equal weights for all nodes, parameters and not gradients in blocking phases, the slip
     """
 
@@ -56,10 +64,13 @@ class Daso:
         blend: str | None = None,
         wire: str = "bfloat16",
         overlap: bool = True,
+        between: str = "balanced",
         faithful: bool = False,
+        wait_limit: float = 300.0,
+        link: float | None = None,
     ):
         blend = blend or ("paper" if faithful else "delta")
-        for what, value, known in (("blend", blend, BLENDS), ("wire", wire, WIRES)):
+        for what, value, known in (("blend", blend, BLENDS), ("wire", wire, WIRES), ("between", between, RULES)):
             if value not in known:
                 raise ValueError(f"{what} is {value!r}: choose one of {', '.join(known)}.")
         self.nodes, self.warm_up, self.cool_down = nodes, warm_up, cool_down
@@ -71,48 +82,78 @@ class Daso:
         }
         self.manner = Manner(blend, wire, faithful)
         self.schedule = Schedule(**self._options)  # refuses nonsense at once
+        self.between, self.wait_limit, self.link = between, wait_limit, link
+        self.sharing: BetweenNodes | None = None  # over several processes
+        self._shared_before: dict[str, Any] | None = None
+        self.reduce: Nodes | None = None
 
     # -- the protocol of a sync --
 
     def open(self, setting: Setting, state: State) -> Nodes:
-        groups = self.groups(setting.workers)
-        self._check(setting, groups)
-        if int(state.replicas) not in (0, len(groups)):
+        several = jax.process_count() > 1
+        places = across_processes(setting.workers) if several else in_one_process(setting.workers, self.nodes)
+        self._check(setting, places)
+        if int(state.replicas) not in (0, places.nodes):
             state = average(state)  # has no `more`
         self._set_schedule(setting, state)
+        finish = setting.rule.finish()
         nodes = [
-            Node(workers, setting.layout, setting.rule.finish(), self._core(state, j))
-            for j, workers in enumerate(groups)
+            Node(workers, setting.layout, finish, self._core(state, j))
+            for j, workers in zip(places.mine, places.workers, strict=True)
         ]
-        leads = [workers.devices[0] for workers in groups]
-        reduce = Nodes(
+        self.reduce = Nodes(
             setting.workers,
             setting.layout,
             setting.samples,
             nodes,
-            leads,
-            Stacked(leads),
+            places.leads,
+            self._exchange(places, nodes[0]),
             self.schedule,
             self.manner,
+            self.sharing,
         )
-        more = state.more or {}
-        if self.schedule.skip > 0:
-            mean = more.get("mean") or [jnp.asarray(x)[None] for x in jax.tree.leaves(average(state).params)]
-            reduce.rebase(mean)
-        if more:
-            mine = lambda x: [np.asarray(x)[j : j + 1] for j in range(len(groups))]
-            sent_n = list(zip(*(mine(x) for x in more["sent"]), strict=True)) if "sent" in more else None
-            reduce.go_on([x[0] for x in mine(more["notes"])], sent_n)
-        return reduce
+        self._take_up(self.reduce, state, places)
+        return self.reduce
 
     def answer(self, state: State) -> State:
-        return average(state)
+        """Over several processes all have to call this, unless the state is already one set."""
+        one = average(state)
+        local = lambda x: x.addressable_data(0) if isinstance(x, jax.Array) and not x.is_fully_addressable else x
+        return jax.tree.map(local, one)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"schedule": self.schedule.state_dict()}
+        shared = self._shared_before if self.sharing is None else self.sharing.state_dict()
+        return {"schedule": self.schedule.state_dict(), "between": shared}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         self.schedule.load_state_dict(saved["schedule"])
+        self.sharing, self._shared_before = None, saved["between"]
+
+    # -- every process plans for itself --
+
+    def workers(self, devices: Sequence[jax.Device] | None) -> Workers:
+        return Workers.of(devices if jax.process_count() == 1 else own_devices(devices))
+
+    def sampler(self, order: Any, quantum: int) -> Any:
+        nodes = jax.process_count()
+        if nodes == 1:
+            return order
+        if not isinstance(order, Sampler):
+            raise ValueError(
+                f"Nodes of DASO take parts of the global order: use partition 'global', not {order.partition!r}."
+            )
+        if self.between == "steps" and quantum > 1:
+            raise ValueError(
+                f"This model's BatchNorm takes its statistics over groups of {quantum} samples, and steps in "
+                "proportion to speed are not made of whole groups. Use between='balanced'."
+            )
+        if self.sharing is None:
+            self.sharing = BetweenNodes(nodes, self.between)
+            if self._shared_before is not None:
+                self.sharing.load_state_dict(self._shared_before)
+        return NodeSampler(
+            order, jax.process_index(), self.sharing, lambda epoch: self.schedule.blocking(epoch), quantum
+        )
 
     # -- setting up --
 
@@ -134,23 +175,29 @@ class Daso:
             fresh.begin_at(epoch, inside // setting.batch)
         self.schedule = fresh
 
-    def groups(self, workers: Workers) -> list[Workers]:
-        """The workers of each node, in order."""
-        count = len(workers)
-        asked = 2 if self.nodes is None else self.nodes
-        if isinstance(asked, int | np.integer):
-            if not 1 <= asked <= count:
-                raise ValueError(f"{asked} nodes cannot be made of {count} workers: give 1 to {count}.")
-            sizes = [count // asked + (j < count % asked) for j in range(asked)]
-        else:
-            sizes = [int(size) for size in asked]
-            if sum(sizes) != count or min(sizes) < 1:
-                raise ValueError(f"Nodes of {sizes} workers were asked for, and there are {count} workers in all.")
-        ends = np.cumsum(sizes)
-        return [Workers(workers.devices[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
+    def _exchange(self, places: Places, node: Node) -> Exchange:
+        if len(places.workers) == places.nodes:
+            return Stacked(places.leads)
+        if self.reduce is not None and isinstance(self.reduce.exchange, AcrossProcesses):
+            self.reduce.exchange.close()
+        made = AcrossProcesses(places.carriers, self.wait_limit, self.link)
+        for kind, shapes in node.sent_shapes(self.manner.wire == "bfloat16"):
+            made.prepare(kind, shapes)
+        return made
 
-    def _check(self, setting: Setting, groups: list[Workers]) -> None:
-        for j, workers in enumerate(groups):
+    def _take_up(self, reduce: Nodes, state: State, places: Places) -> None:
+        """What the state says of exchanges: the last mean, the nodes' notes, and one that was under way."""
+        more = state.more or {}
+        if self.schedule.skip > 0:
+            mean = more.get("mean") or [jnp.asarray(x)[None] for x in jax.tree.leaves(self.answer(state).params)]
+            reduce.rebase(mean)
+        if more:
+            mine = lambda x: [_piece(x, j) for j in places.mine]
+            sent_n = [list(x) for x in zip(*map(mine, more["sent"]), strict=True)] if "sent" in more else None
+            reduce.go_on([np.asarray(x)[0] for x in mine(more["notes"])], sent_n)
+
+    def _check(self, setting: Setting, places: Places) -> None:
+        for j, workers in zip(places.mine, places.workers, strict=True):
             if len(workers.kinds) > 1 or setting.transport == "hub":
                 raise ValueError(
                     f"The workers of a node sum their gradients in one program, which needs devices of one kind and "
@@ -161,5 +208,12 @@ class Daso:
     def _core(self, state: State, node: int) -> Tree:
         """One node's arrays, with a leading axis of one."""
         if int(state.replicas):
-            return jax.tree.map(lambda x: np.asarray(x)[node : node + 1], state.core)
+            return jax.tree.map(lambda x: _piece(x, node), state.core)
         return jax.tree.map(lambda x: jnp.asarray(x)[None], state.core)
+
+
+def _piece(x: Any, node: int) -> Any:
+    """A node's part [1, ...] of a stacked array; of one that lies spread over processes, the part that is here."""
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return x.addressable_data(0)
+    return np.asarray(x)[node : node + 1]

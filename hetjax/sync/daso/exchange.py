@@ -29,6 +29,7 @@ class Arrived:
 
     leaves: Leaves  # with a leading axis of one
     table: np.ndarray  # [nodes, notes]
+    seconds: float = 0.0  # how long it was under way
 
 
 class Flight(Protocol):

@@ -45,7 +45,7 @@ class Node:
         )
         parts = tuple(wide(size, layout.dtype) for size in layout.sizes)
         self._run_add = jax.jit(adding).lower(parts, wide(HOST_SLOTS, np.float32)).compile()
-        totals = [held((1, size), layout.dtype) for size in (*layout.sizes[:-1], layout.sizes[-1] + 1)]
+        self._totals = totals = [held((1, size), layout.dtype) for size in (*layout.sizes[:-1], layout.sizes[-1] + 1)]
         self._run_apply = jax.jit(self._apply, donate_argnums=0).lower(self.core, totals).compile()
         scalars = (held((), layout.dtype),) * 3
         self._run_blend = (
@@ -106,6 +106,13 @@ class Node:
         on_all = tuple(self.put(np.asarray(t, self.layout.dtype)) for t in terms)
         self.core = (self._run_blend(self.core[0], mean, sent, on_all), *self.core[1:])
 
+    def sent_shapes(self, short: bool) -> list[tuple[str, Leaves]]:
+        """The kinds of exchange that this node will take part in, and what it sends in each."""
+        params, leaves = jax.tree.leaves(self.core[0]), jax.tree.leaves(self.core)
+        kinds = [("total", self._totals), ("mean", params), *([("short", params)] if short else [])]
+        rest = [[leaves[k] for k in averaged(self.core, with_optimiser)] for with_optimiser in (False, True)]
+        return kinds + [("mean", sent) for sent in rest if sent]
+
     def put_leaves(self, places: Sequence[int], values: Leaves) -> None:
         """Put these arrays in the place of those leaves of the core."""
         leaves, tree = jax.tree.flatten(self.core)
@@ -122,3 +129,16 @@ class Node:
     def lead(self, tree: Tree) -> Tree:
         """The pieces on the node's first worker."""
         return jax.tree.map(lambda x: x.addressable_shards[0].data, tree)
+
+
+def averaged(core: Tree, with_optimiser: bool) -> list[int]:
+    """Which leaves of the core go along with the parameters."""
+    places, at = [], 0
+    for part, tree in enumerate(core):
+        for leaf in jax.tree.leaves(tree):
+            number = jnp.issubdtype(leaf.dtype, jnp.signedinteger)
+            real = jnp.issubdtype(leaf.dtype, jnp.floating)
+            if part > 0 and (number or (real and (part != 2 or with_optimiser))):
+                places.append(at)
+            at += 1
+    return places

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from hetjax.plan.between_nodes import BetweenNodes
 from hetjax.plan.daso_schedule import Schedule
 from hetjax.plan.sampler import Step
 from hetjax.run.clocks import Lap
@@ -21,7 +22,7 @@ from hetjax.run.workers import Workers
 from hetjax.sync.daso.blend import ALL_OF_IT, Terms, receives_first, terms
 from hetjax.sync.daso.exchange import Arrived, Exchange, Flight
 from hetjax.sync.daso.mean import NODE, Leaves
-from hetjax.sync.daso.node import Node
+from hetjax.sync.daso.node import Node, averaged
 from hetjax.sync.daso.notes import Notes, as_words, from_words
 
 Tree = Any
@@ -36,6 +37,15 @@ class Manner:
     faithful: bool = False
 
 
+class Entry(NamedTuple):
+    """One exchange: the steps that sent and received it, how long it was under way, how long a step stood still."""
+
+    sent: int
+    received: int
+    seconds: float
+    waited: float
+
+
 @dataclass(frozen=True)
 class _Pending:
     """An exchange under way, and what each node of this process has sent."""
@@ -43,6 +53,7 @@ class _Pending:
     flight: Flight
     sent_n: list[Tree]
     short: bool  # in 16 bits
+    since: int  # the step that sent it
 
 
 class Nodes:
@@ -60,10 +71,15 @@ class Nodes:
         exchange: Exchange,
         schedule: Schedule,
         manner: Manner,
+        sharing: BetweenNodes | None = None,
     ):
-        """samples: of an epoch; leads: the first worker of every node, of all processes."""
+        """samples: of an epoch; leads: the first worker of every node, of all processes; sharing: who takes how much
+        of a step, where nodes plan on their own."""
         self.workers, self.layout, self.samples = workers, layout, samples
         self.nodes, self.exchange, self.schedule, self.manner = list(nodes), exchange, schedule, manner
+        self.sharing = sharing
+        self.journal: list[Entry] = []
+        self.steps = 0  # made so far
         mesh = Mesh(np.array(leads), (NODE,), axis_types=(AxisType.Auto,))
         self._over_nodes = NamedSharding(mesh, PartitionSpec(NODE))
         ends = np.cumsum([len(node.workers) for node in self.nodes])
@@ -84,6 +100,7 @@ class Nodes:
     ) -> None:
         if weights is not None:
             raise ValueError("DASO counts all samples alike: use a controller without weights of its own.")
+        self.steps += 1
         totals_n = [node.add(laps[part], slots[part]) for node, part in zip(self.nodes, self._slices, strict=True)]
         self._told = self._reports_n = self._scalars = None
         last, cycling = at.end == self.samples, self.schedule.skip > 0
@@ -116,7 +133,7 @@ class Nodes:
 
     def _send(self, sent_n: list[Tree], short: bool) -> None:
         leaves_n = [jax.tree.leaves(node.lead(sent)) for node, sent in zip(self.nodes, sent_n, strict=True)]
-        self._pending = _Pending(self._start("short" if short else "mean", leaves_n), sent_n, short)
+        self._pending = _Pending(self._start("short" if short else "mean", leaves_n), sent_n, short, self.steps)
 
     def _start(self, kind: str, leaves_n: list[Leaves]) -> Flight:
         self._read()
@@ -129,7 +146,7 @@ class Nodes:
 
     def _receive(self, pending: _Pending | None, rule: Terms) -> None:
         assert pending is not None
-        arrived = self._learn(pending.flight)
+        arrived = self._learn(pending.flight, pending.since)
         if pending.short:
             self._mean = arrived.leaves
         else:
@@ -137,10 +154,16 @@ class Nodes:
         for node, sent in zip(self.nodes, pending.sent_n, strict=True):
             node.blend(arrived.leaves, sent, rule)
 
-    def _learn(self, flight: Flight) -> Arrived:
+    def _learn(self, flight: Flight, since: int | None = None) -> Arrived:
         """Wait for an exchange and take notice of what the nodes said."""
+        asked = time.perf_counter()
         arrived = flight.result()
+        waited = time.perf_counter() - asked
+        self.journal.append(Entry(self.steps if since is None else since, self.steps, arrived.seconds, waited))
         self._told = [Notes.of(row) for row in arrived.table]
+        if self.sharing is not None:
+            columns = np.array([[notes.steps, notes.samples, notes.seconds] for notes in self._told]).T
+            self.sharing.observe(*columns)
         odd = [j for j, notes in enumerate(self._told) if notes.checksum != self._told[0].checksum]
         if odd:
             raise RuntimeError(
@@ -163,7 +186,7 @@ class Nodes:
     def _average_rest(self, with_optimiser: bool) -> None:
         """What goes along with the parameters: model state, moving average, counters; before a blocking phase, the
         whole state of the optimiser too."""
-        places, told = _averaged(self.nodes[0].core, with_optimiser), self._told
+        places, told = averaged(self.nodes[0].core, with_optimiser), self._told
         if places:
             leaves_n = [node.lead([jax.tree.leaves(node.core)[k] for k in places]) for node in self.nodes]
             mean = self._learn(self._start("mean", leaves_n)).leaves
@@ -251,16 +274,3 @@ class Nodes:
 
     def ready(self) -> list[jax.Array]:
         return [piece for node in self.nodes for piece in node.workers.pieces(jax.tree.leaves(node.core)[0])]
-
-
-def _averaged(core: Tree, with_optimiser: bool) -> list[int]:
-    """Which leaves of the core go along with the parameters."""
-    places, at = [], 0
-    for part, tree in enumerate(core):
-        for leaf in jax.tree.leaves(tree):
-            number = jnp.issubdtype(leaf.dtype, jnp.signedinteger)
-            real = jnp.issubdtype(leaf.dtype, jnp.floating)
-            if part > 0 and (number or (real and (part != 2 or with_optimiser))):
-                places.append(at)
-            at += 1
-    return places

@@ -17,6 +17,7 @@ from hetjax.run.workers import Workers
 from hetjax.sync.allreduce import AllReduce
 from hetjax.sync.daso import Daso
 from hetjax.sync.daso.blend import terms
+from hetjax.sync.daso.places import in_one_process
 
 COUNTS, SIZES = [4, 1, 2, 1], [2, 1, 1]
 
@@ -217,4 +218,4 @@ def test_other_nodes_go_on_from_the_answer():
 )
 def test_nonsense_is_refused(options, said):
     with pytest.raises(ValueError, match=said):
-        Daso(**options).groups(Workers.of(jax.devices()[:4]))
+        in_one_process(Workers.of(jax.devices()[:4]), Daso(**options).nodes)
