@@ -23,6 +23,7 @@ from hetjax.plan.allocation import solve
 from hetjax.plan.blocks import Blocks
 from hetjax.plan.controllers.protocol import Controller, Observation, Plan
 from hetjax.plan.limits import Limits
+from hetjax.plan.node_sampler import NodeSampler
 from hetjax.plan.partition import BlockSampler, ProportionalSampler
 from hetjax.plan.sampler import Sampler, Step
 from hetjax.run.agree import digest, gather, same
@@ -39,13 +40,13 @@ from hetjax.run.update import State, running_average, unchanged
 from hetjax.run.workers import Workers
 from hetjax.sync import AnySync, Asynchronous
 from hetjax.sync.hogbatch import Job
-from hetjax.sync.protocol import Rule, Setting
+from hetjax.sync.protocol import PlansByNode, Rule, Setting
 
 log = logging.getLogger("hetjax")
 Tree = Any
 Hook = Callable[[Record, State], None]  # may also have begin(history) and end(history), called around the steps
 
-AnySampler = Sampler | ProportionalSampler | BlockSampler
+AnySampler = Sampler | ProportionalSampler | BlockSampler | NodeSampler
 _SAMPLERS: dict[str, Callable[..., AnySampler]] = {"global": Sampler, "proportional": ProportionalSampler}
 _MARGIN_SHARE = 8  # rows are fetched ahead with a margin of an eighth of the batch around a process's slice
 
@@ -128,7 +129,7 @@ class Trainer:
         self.batch_size, self.seed = int(batch_size), int(seed)
         self.controller: Controller = controllers.make(controller) if isinstance(controller, str) else controller
         self.sync: AnySync = syncs.make(sync) if isinstance(sync, str) else sync
-        self.workers = Workers.of(devices)
+        self.workers = self.sync.workers(devices) if isinstance(self.sync, PlansByNode) else Workers.of(devices)
         self.engine, self.transport, self.partition, self.blocks = engine, transport, partition, blocks
         self._check_blocks()
         self.quantum: int = quantum if quantum is not None else getattr(loss_fn, "quantum", 1)
@@ -192,6 +193,8 @@ class Trainer:
         source = _as_source(source)
         state = replace(state, step=int(state.step), cursor=int(state.cursor))  # a checkpoint may hold them as arrays
         sampler = self._sampler = self._make_sampler(len(source))
+        if isinstance(self.sync, PlansByNode):
+            sampler = self._sampler = self.sync.sampler(sampler, self.quantum)
         if self._order is not None and state.cursor:
             sampler.load_state_dict(self._order, state.cursor)
         end = self._end(state.cursor, sampler, epochs, steps, stop_at)
@@ -422,6 +425,8 @@ class Trainer:
         return _Flight(step, plan, limits.work(plan.counts_W)), packed
 
     def _decide(self, limits: Limits, batch: int, epoch: int) -> Plan:
+        if batch == 0:  # a node that sits a step out
+            return Plan(np.zeros(limits.workers, np.int64))
         if limits.minimum_W.sum() > batch:  # a short last step may be too small for all
             limits = replace(limits, minimum_W=np.zeros_like(limits.minimum_W))
         plan = self.controller.plan(batch, limits, epoch)
@@ -439,7 +444,7 @@ class Trainer:
         At least one, for padding is made of real rows.
         """
         if not self.workers.several_processes:
-            return step.start, step.stop
+            return step.start, max(step.stop, step.start + 1)
         bounds_W1 = step.start + plan.bounds_W1
         first, last = self.workers.local[0], self.workers.local[-1]
         start = min(max(step.start, int(bounds_W1[first]) - margin), step.stop - 1)
