@@ -2,17 +2,20 @@
 
     python experiments/train.py                                  # equal against balanced, under a minute
     python experiments/train.py --strategy dbs --epochs 5        # one run, any method
+    python -m hetjax launch --processes 4 -- experiments/train.py --strategy balanced      # several processes
     python experiments/train.py --help
 
-From top to bottom: configuration, devices, then for each run data, model, trainer, run folder; a table at the end.
-The flags are in train_config.py, what they mean in train_setup.py, what is written and shown in train_output.py.
+From top to bottom: configuration, processes, devices, then for each run data, model, trainer, run folder; a table at
+the end. The flags are in train_config.py, what they mean in train_setup.py, the output in train_output.py.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +31,10 @@ from train_config import Config
 from hetjax import checkpoint, watch
 from hetjax.history import History
 from hetjax.interrupt import stop_on_signals
+from hetjax.launch import heartbeat
+from hetjax.launch.heartbeat import Heartbeat
+from hetjax.launch.variables import RESTART
+from hetjax.run.distributed import initialise, leave
 from hetjax.run.simulate import Simulation
 from hetjax.run.update import State
 from hetjax.strategies import Strategy, resolve
@@ -46,7 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console, debug = Console(), "--debug" in arguments
     train_output.quiet_logs(console, debug)
     try:
-        run(read_config(arguments), console)
+        config = read_config(arguments)
+        place = initialise(config.processes.coordinator, config.processes.processes, config.processes.process)
+        console.quiet = not place.first
+        run(config, place.processes, heartbeat.from_environment(), console)
     except Stopped as stopped:
         console.print(str(stopped), soft_wrap=True, highlight=False)
         return 130
@@ -71,6 +81,8 @@ def read_config(arguments: Sequence[str]) -> Config:
     folder = Path(out) if out is not None else default.folder
     path = folder / "config.json"
     if not path.is_file():
+        if RESTART in os.environ:  # the launcher's: it was not the user who asked, and the run had hardly begun
+            return train_config.parse(arguments, default)
         raise ValueError(f"There is no run to resume in {folder}: it holds no config.json. Give its folder by --out.")
     saved = train_config.with_values(default, json.loads(path.read_text(encoding="utf-8")))
     config = train_config.parse(arguments, train_config.one_length(arguments, saved))
@@ -78,26 +90,29 @@ def read_config(arguments: Sequence[str]) -> Config:
     return config
 
 
-def run(config: Config, console: Console) -> None:
+def run(config: Config, processes: int, heart: Heartbeat | None, console: Console) -> None:
     """The one run that was asked for, or equal and balanced in turn."""
-    simulation, devices = train_setup.find_devices(config)
+    simulation, devices = train_setup.find_devices(config, processes)
     folder, method = config.folder, train_setup.method(config)
     if not config.compares:
         name, strategy = resolve(**method)
-        summary = train(config, name, strategy, folder, devices, simulation, console)
+        summary = train(config, name, strategy, folder, devices, simulation, heart, console)
+        if jax.process_index() != 0:
+            return
         drawn = watch.report(folder)
         train_output.show_table([(name, summary)], console)
         train_output.show_paths(folder / "run.png", drawn.page, console)
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    watch.write_json(folder / "config.json", config.flat())
+    train_output.write_config(config, folder)
     summaries = []
     for name in ("equal", "balanced"):
         _, strategy = resolve(**(method | {"preset": name}))
-        summary = train(config, name, strategy, folder / name, devices, simulation, console)
+        summary = train(config, name, strategy, folder / name, devices, simulation, heart, console)
         if simulation is not None:  # the row time of the first run holds for both
             simulation = replace(simulation, row_time=summary["row_time"], step=0, phases=0, overruns=0)
         summaries.append((name, summary))
+    if jax.process_index() != 0:
+        return
     drawn = watch.report(folder / "equal", folder / "balanced", page=folder / "report.html")
     train_output.show_table(summaries, console)
     train_output.show_comparison(summaries, folder, console)
@@ -111,9 +126,10 @@ def train(
     folder: Path,
     devices: list[jax.Device],
     simulation: Simulation | None,
+    heart: Heartbeat | None,
     console: Console,
 ) -> dict[str, Any]:
-    """One run into its folder; its summary."""
+    """One run into its folder; its summary. Only the first process writes, all have to see the folder."""
     if config.output.resume and (folder / "summary.json").is_file():
         console.print(f"{name}: finished already, see {folder}", soft_wrap=True, highlight=False)
         return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
@@ -142,7 +158,7 @@ def train(
         row_time = lambda: trainer.simulation and trainer.simulation.row_time
         told = "compiling" if state.step == 0 else f"compiling; goes on after step {state.step}"
         console.print(f"{name}: {len(devices)} workers, {told}", highlight=False)
-        watch.write_json(folder / "config.json", config.flat())
+        train_output.write_config(config, folder)
         tracker = train_output.trackers(config, name, folder, state.step)
         saver = checkpoint.Saver(
             folder / CHECKPOINTS,
@@ -157,6 +173,7 @@ def train(
             },
         )
         hooks = [watch.Follow(tracker, seconds=seconds), saver, interrupt, watch.Progress(name, console=console)]
+        hooks += [] if heart is None else [heart]
         history = History(engine=strategy.engine, workers=len(devices))
         with train_output.log_file(folder, "a" if state.step else "w"), saver:
             if left(state) > 0:
@@ -174,6 +191,8 @@ def train(
                     f"python experiments/train.py --resume --out {config.folder}"
                 )
             tested = trainer.evaluate(state, task.test)
+    if jax.process_index() != 0:
+        return {"row_time": row_time()}
     summary = train_output.summary(name, strategy, folder, history, tested) | {"row_time": row_time()}
     tracker.summary(summary)
     tracker.close()
@@ -182,7 +201,6 @@ def train(
 
 def beginning(config: Config, trainer: Trainer, fresh: State, folder: Path) -> tuple[State, float]:
     """The state to start from and the seconds already spent: nothing, or what the last checkpoint says."""
-    folder.mkdir(parents=True, exist_ok=True)
     if not config.output.resume:
         if jax.process_index() == 0:
             shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)  # of another run, that this one takes the place of
@@ -196,4 +214,9 @@ def beginning(config: Config, trainer: Trainer, fresh: State, folder: Path) -> t
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        ended = main()
+    except Exception:
+        traceback.print_exc()
+        ended = 1
+    leave(ended, together=ended in (0, 130))

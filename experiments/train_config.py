@@ -94,7 +94,7 @@ class Workers:
     """on what it runs"""
 
     devices: Whole = None
-    """how many devices; on a CPU so many fake ones (4 unless told)"""
+    """how many devices (of each process); on a CPU so many fake ones, 4 unless told (1 in each of several processes)"""
     speeds: Annotated[str | None, _shown("LIST|real")] = None
     """simulated relative speeds such as 1,1,0.5,0.25, or real; simulated while nothing about devices is given"""
     trace: File = None
@@ -132,6 +132,18 @@ class Method:
 
 
 @dataclass(frozen=True)
+class Processes:
+    """several processes as one run; the launcher, srun and mpirun say this themselves"""
+
+    coordinator: Annotated[str | None, _shown("HOST:PORT")] = None
+    """where process 0 is met"""
+    processes: Whole = None
+    """how many there are"""
+    process: Whole = None
+    """which one this is, from 0"""
+
+
+@dataclass(frozen=True)
 class Output:
     """what is left behind"""
 
@@ -166,6 +178,7 @@ class Config:
     optimiser: Optimiser = field(default_factory=Optimiser)
     workers: Workers = field(default_factory=Workers)
     method: Method = field(default_factory=Method)
+    processes: Processes = field(default_factory=Processes)
     output: Output = field(default_factory=Output)
 
     @property
@@ -184,7 +197,8 @@ class Config:
         groups = (getattr(self, group.name) for group in _groups())
         values = {name: value for group in groups for name, value in dataclasses.asdict(group).items()}
         values["config"] = self.config
-        del values["resume"], values["debug"]
+        for how in ("resume", "debug", "coordinator", "processes", "process"):
+            del values[how]
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from rich.console import Console
 from rich.logging import RichHandler
@@ -31,9 +32,18 @@ def quiet_logs(console: Console, debug: bool) -> None:
     log.propagate = False
 
 
+def write_config(config: Config, folder: Path) -> None:
+    if jax.process_index() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        watch.write_json(folder / "config.json", config.flat())
+
+
 @contextmanager
 def log_file(folder: Path, mode: str) -> Iterator[None]:
     """hetjax's log of a run, in its folder."""
+    if jax.process_index() != 0:
+        yield
+        return
     handler = logging.FileHandler(folder / "log.txt", mode, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)
@@ -45,6 +55,8 @@ def log_file(folder: Path, mode: str) -> Iterator[None]:
 
 
 def trackers(config: Config, name: str, folder: Path, done: int) -> watch.Tracker:
+    if jax.process_index() != 0:
+        return watch.Composite()
     told: list[watch.Tracker] = [watch.JsonlTracker(folder, done=done)]
     if config.output.tensorboard:
         told.append(watch.TensorBoardTracker(folder))

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from train_config import Config
 
-from hetjax.devices import fake_devices, said_by_environment
+from hetjax.devices import devices_of_all, fake_devices, said_by_environment
 from hetjax.run.simulate import Simulation, constant
 from hetjax.run.trace_file import read_trace
 from hetjax.task import Task, make_task
@@ -21,7 +21,7 @@ LEAST_ROW_TIME_MS = 0.4
 DEFAULT_SPEEDS = "1,1,0.5,0.25"
 
 
-def find_devices(config: Config) -> tuple[Simulation | None, list[jax.Device]]:
+def find_devices(config: Config, processes: int = 1) -> tuple[Simulation | None, list[jax.Device]]:
     """The devices, and their simulated speeds if any: 1, 1, 0.5, 0.25 while nothing about devices is given."""
     asked = config.workers
     if asked.trace is not None and asked.speeds is not None:
@@ -31,9 +31,10 @@ def find_devices(config: Config) -> tuple[Simulation | None, list[jax.Device]]:
         trace = read_trace(asked.trace)
     elif asked.speeds is not None and asked.speeds != "real":
         trace = constant(numbers("--speeds", asked.speeds))
-    count = asked.devices if trace is None or asked.devices is not None else len(trace(0)[0])
-    devices = fake_devices(count)
-    silent = asked.devices is None and asked.speeds is None and said_by_environment() is None
+    several = processes > 1
+    count = asked.devices if several or trace is None or asked.devices is not None else len(trace(0)[0])
+    devices = devices_of_all(count) if several else fake_devices(count)
+    silent = not several and asked.devices is None and asked.speeds is None and said_by_environment() is None
     if trace is None and silent and devices[0].platform == "cpu":
         trace = constant(numbers("--speeds", DEFAULT_SPEEDS))
     if trace is None:

@@ -25,13 +25,34 @@ def fake_devices(count: int | None = None) -> list[jax.Device]:
 
     Has to come before anything that uses JAX. With a GPU or TPU its devices are returned, all or the first `count`.
     """
+    said = _ask_for(count, DEFAULT)
+    return _first(jax.devices(), count, said)
+
+
+def devices_of_all(count: int | None = None) -> list[jax.Device]:
+    """The devices of several processes, those of each one after the other: the first `count` of each, or all.
+
+    Where a process has only a CPU, that is one device unless told. Comes after `hetjax.run.distributed.initialise`.
+    """
+    said = _ask_for(count, 1)
+    found: dict[int, list[jax.Device]] = {}
+    for device in jax.devices():
+        found.setdefault(device.process_index, []).append(device)
+    return [device for process in sorted(found) for device in _first(found[process], count, said)]
+
+
+def _ask_for(count: int | None, default: int) -> int | None:
+    """Say how many fake devices a CPU shall be, unless the environment does; what that says."""
     if count is not None and count < 1:
         raise ValueError(f"The number of devices is {count}: give at least 1.")
     said = said_by_environment()
     if said is None:
         with suppress(RuntimeError):  # JAX is in use already: what it has now is all there is
-            jax.config.update("jax_num_cpu_devices", count or DEFAULT)
-    found = jax.devices()
+            jax.config.update("jax_num_cpu_devices", count or default)
+    return said
+
+
+def _first(found: list[jax.Device], count: int | None, said: int | None) -> list[jax.Device]:
     if count is not None and count > len(found):
         why = "XLA_FLAGS or JAX_NUM_CPU_DEVICES ask" if said else "JAX was in use already and had been asked"
         hint = f"; {why} for {len(found)}" if found[0].platform == "cpu" else ""

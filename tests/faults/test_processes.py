@@ -1,89 +1,22 @@
 """Processes are killed and stopped at random moments: found, named, started again; the run stays the same run."""
 
-import json
-import os
-import re
 import signal
-import threading
 import time
 from itertools import pairwise
 from pathlib import Path
 
 import jax
 import numpy as np
-from launching import until
+from following import DETECTED, Run, until
 from sample_log import check_samples
 from tiny_problem import SAMPLES, trainer_for
 
 PROGRAM = Path(__file__).with_name("program.py")
-DETECTED = 15.0  # seconds
-LIMIT = 120.0
 
 
-class Run:
-    """A launcher with the program, followed from outside by the rows that it writes."""
-
-    def __init__(self, place, *arguments):
-        self.place, self.folder = place, place.folder / "run"
-        self.folder.mkdir(exist_ok=True)
-        self.launcher = place.start(*arguments)
-        self.said, self.out = [], []
-        self.readers = [
-            threading.Thread(target=self._read, args=(stream, lines), daemon=True)
-            for stream, lines in ((self.launcher.stderr, self.said), (self.launcher.stdout, self.out))
-        ]
-        for reader in self.readers:
-            reader.start()
-
-    def _read(self, stream, lines):
-        for line in stream:
-            lines.append((time.monotonic(), line.rstrip("\n")))
-
-    def rows(self):
-        path = self.folder / "steps.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("}")]
-
-    def wait_for_rows(self, number):
-        until(lambda: len(self.rows()) >= number or self.launcher.poll() is not None, f"{number} rows", LIMIT)
-        assert self.launcher.poll() is None, self.said
-
-    def heard(self, words):
-        """How often the launcher said this."""
-        return sum(words in line for _, line in self.said)
-
-    def pid(self, process):
-        """Of that process of the present attempt."""
-        for pid in self.place.processes():
-            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-            if b"HETJAX_PROCESS=%d" % process in environment and b"program.py" in command:
-                return pid
-        raise AssertionError(f"there is no process {process}")
-
-    def strike(self, process, number):
-        """Send a signal; the seconds until the launcher says something about that process."""
-        pid = self.pid(process)
-        began = time.monotonic()
-        os.kill(pid, number)
-        named = re.compile(rf"\[launcher\] process {process} \(pid {pid}\)")
-        until(lambda: any(named.search(line) for _, line in self.said), f"word of process {process}", LIMIT)
-        return next(when for when, line in self.said if named.search(line)) - began
-
-    def end(self):
-        """The exit code, when everything was read."""
-        code = self.launcher.wait(LIMIT)
-        for reader in self.readers:
-            reader.join(LIMIT)
-        return code
-
-    def kept(self):
-        """The rows that count: of steps that were done again the last ones."""
-        kept = {}
-        for row in self.rows():
-            kept[row["step"]] = row
-        assert sorted(kept) == list(range(1, len(kept) + 1))
-        return [kept[step] for step in sorted(kept)]
+def launch(place, *arguments):
+    (place.folder / "run").mkdir(exist_ok=True)
+    return Run(place, place.folder / "run" / "steps.jsonl", *arguments)
 
 
 def losses_of_one_worker(steps, **options):
@@ -105,7 +38,7 @@ def test_killed_again_and_again_and_started_again(place):
     rng = np.random.default_rng(seed)
     strikes = [(int(rng.integers(10, 25)), victim, float(rng.uniform(0, 0.05))) for victim in (1, 0, 1)]
     print(f"seed {seed}: (steps into an attempt, process, seconds later) {strikes}")
-    run = Run(
+    run = launch(
         place, "--processes", 2, "--restart", 4, "--grace", 1, "--",
         PROGRAM, place.folder / "run", steps, "--save-steps", every,
     )  # fmt: skip
@@ -113,7 +46,7 @@ def test_killed_again_and_again_and_started_again(place):
         run.wait_for_rows(len(run.rows()) + into)
         time.sleep(later)
         assert run.strike(victim, signal.SIGKILL) < DETECTED
-        until(lambda number=number: run.heard("starts again") == number, "a new start", LIMIT)
+        until(lambda number=number: run.heard("starts again") == number, "a new start")
     assert run.end() == 0, run.said
     check_the_same(run, losses_of_one_worker(steps))
     jumps = [(a, b) for a, b in pairwise(row["step"] for row in run.rows()) if b != a + 1]
@@ -127,13 +60,13 @@ def test_elastic_on_the_survivors_of_a_killed_and_a_stopped_process(place):
     seed, steps = 5, 400
     rng = np.random.default_rng(seed)
     print(f"seed {seed}")
-    run = Run(
+    run = launch(
         place, "--processes", 3, "--elastic", "--silent-limit", 4, "--grace", 1, "--",
         PROGRAM, place.folder / "run", steps, "--save-seconds", 0.05,
     )  # fmt: skip
     run.wait_for_rows(int(rng.integers(5, 40)))
     assert run.strike(0, signal.SIGKILL) < DETECTED
-    until(lambda: run.heard("starts again with 2 processes") == 1, "a new start", LIMIT)
+    until(lambda: run.heard("starts again with 2 processes") == 1, "a new start")
     run.wait_for_rows(len(run.rows()) + int(rng.integers(5, 40)))
     assert run.strike(1, signal.SIGSTOP) < DETECTED
     assert run.end() == 0, run.said
@@ -149,13 +82,13 @@ def test_a_state_spread_over_processes_is_saved_and_restored(place):
     steps, options = 60, ("--sync", "decentralised", "--controller", "equal", "--save-seconds", 0.05)
     whole = losses_of_one_worker(steps, workers=2, sync="decentralised")
     flags = ["--processes", 2, "--", PROGRAM, place.folder / "run", steps, *options]
-    run = Run(place, *flags)
+    run = launch(place, *flags)
     run.wait_for_rows(15)
     run.launcher.send_signal(signal.SIGTERM)
     assert run.end() == 130, run.said
     stopped = run.kept()[-1]["step"]
     assert 15 <= stopped < steps
-    again = Run(place, *flags, "--resume")
+    again = launch(place, *flags, "--resume")
     assert again.end() == 0, again.said
     assert [row["step"] for row in again.rows()] == list(range(1, steps + 1))  # nothing was done twice
     check_the_same(again, whole)

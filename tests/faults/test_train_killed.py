@@ -1,0 +1,37 @@
+"""The main job under the launcher: process 0 is killed while it trains, and the run ends as if nothing had happened."""
+
+import json
+import signal
+from pathlib import Path
+
+import numpy as np
+import train
+from following import DETECTED, Run, until
+
+from hetjax.watch import read_run
+
+TRAIN = Path(train.__file__)
+
+
+def test_train_goes_on_after_a_kill(place):
+    seed = 21
+    rng = np.random.default_rng(seed)
+    print(f"seed {seed}")
+    flags = ["--model", "mlp", "--width", "8", "--optimizer", "sgd", "--learning-rate", "0.02", "--batch-size", "100"]
+    flags += ["--strategy", "balanced", "--engine", "looped", "--epochs", "14"]
+    whole, folder = place.folder / "whole", place.folder / "run"
+    run = Run(
+        place, folder / "metrics.jsonl",
+        "--processes", 2, "--restart", "--grace", 1, "--",
+        TRAIN, *flags, "--save-steps", 9, "--out", folder,
+    )  # fmt: skip
+    run.wait_for_rows(int(rng.integers(30, 90)))
+    assert run.strike(0, signal.SIGKILL) < DETECTED
+    until(lambda: run.heard("starts again") == 1, "a new start")
+    assert train.main([*flags, "--devices", "1", "--speeds", "real", "--out", str(whole)]) == 0
+    assert run.end() == 0, run.said
+    found = read_run(folder)
+    np.testing.assert_allclose(found.loss_S, read_run(whole).loss_S, rtol=1e-4)
+    assert found.samples_S[-1] == 14 * 1438
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 14 * 15
+    assert any("goes on after step" in line for _, line in run.out)
