@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -237,12 +238,16 @@ def _agree_on_number(place: Place, limit: float) -> None:
 
     client: Any = global_state.client
     client.key_value_set(f"{_ROLL}/{place.process}", str(place.processes))
-    for other in range(1, place.processes) if place.first else (0,):
-        told = int(client.blocking_key_value_get(f"{_ROLL}/{other}", int(limit * 1000)))
-        if told != place.processes:
+    others = range(1, place.processes) if place.first else (0,)
+    told = {i: int(client.blocking_key_value_get(f"{_ROLL}/{i}", int(limit * 1000))) for i in others}
+    client.wait_at_barrier(_ROLL, int(limit * 1000))  # all have read
+    for other, number in told.items():
+        if number != place.processes:
+            if place.first:
+                time.sleep(1.0)  # its end aborts the others, who have something to say as well
             raise ValueError(
                 f"Process {place.process} was told that there are {place.processes} processes, process {other} that "
-                f"there are {told}. Start all with the same number."
+                f"there are {number}. Start all with the same number."
             )
 
 
