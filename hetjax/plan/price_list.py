@@ -1,4 +1,4 @@
-"""What the chunks of one kind of device cost: measured by one, believed by all processes alike."""
+"""What the chunks of one kind of device cost: measured by one process, believed by all."""
 
 from __future__ import annotations
 
@@ -47,21 +47,20 @@ class PriceList:
         return cls({int(rung): price for rung, price in said["prices"].items()}, said["joint"], said["unit"])
 
 
-def agree(said: list[dict[str, dict[str, Any]]]) -> dict[str, PriceList]:
-    """One price list per kind from what every process measured of its own kinds, in process order.
+def common_rungs(have: list[dict[str, list[int]]]) -> dict[str, tuple[int, list[int]]]:
+    """Per kind of device, from the rungs that every process has of its own kinds: who sets the prices, and of what.
 
-    The first process that has a kind sets its prices; a rung that one of them had to leave out is nobody's.
+    That is the first process with the kind; a rung that one of them had to leave out is nobody's.
     """
-    lists: dict[str, PriceList] = {}
-    for kinds in said:
-        for kind, plain in kinds.items():
-            theirs = PriceList.from_plain(plain)
-            known = lists.setdefault(kind, theirs)
-            both = {rung: price for rung, price in known.prices.items() if rung in theirs.prices}
+    found: dict[str, tuple[int, list[int]]] = {}
+    for process, kinds in enumerate(have):
+        for kind, rungs in kinds.items():
+            owner, known = found.get(kind, (process, rungs))
+            both = sorted(set(known) & set(rungs))
             if not both:
                 raise ValueError(
-                    f"Processes with devices of kind {kind} have no chunk size in common: {sorted(known.prices)} rows "
-                    f"on one, {sorted(theirs.prices)} on another. Give max_rows that fits the smaller ones."
+                    f"Processes {owner} and {process} have devices of kind {kind} but no chunk size in common: "
+                    f"{known} rows and {rungs}. Give max_rows that fits both."
                 )
-            lists[kind] = replace(known, prices=both)
-    return lists
+            found[kind] = owner, both
+    return found

@@ -36,8 +36,9 @@ def same(**values: Any) -> None:
         odd = [process for process, theirs in enumerate(said) if theirs[name] != said[0][name]]
         if odd:
             raise ValueError(
-                f"Process {', '.join(map(str, odd))} has another {name} than process 0: {_short(said[odd[0]][name])} "
-                f"instead of {_short(said[0][name])}. Start all processes with the same code, flags and data."
+                f"Process {', '.join(map(str, odd))} differs from process 0 in its {name.replace('_', ' ')}: "
+                f"{_short(said[odd[0]][name])} instead of {_short(said[0][name])}. Start all processes with the same "
+                "code, flags and data."
             )
 
 

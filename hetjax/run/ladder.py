@@ -51,13 +51,14 @@ class Ladder:
         self.priced_by_rows = priced_by_rows
         self.programs: dict[int, dict[jax.Device, Any]] = {}
         first = set(self.wanted) if complete else {_nearest(self.wanted, self.wanted[-1] / f) for f in (1, 4, 16, 64)}
-        self.list = self._build(first)
+        self._build(first)
+        self.list = PriceList({}, 0.0, 0.0)  # until it is measured
 
     @property
     def kind(self) -> str:
         return f"{self.devices[0].platform} ({self.devices[0].device_kind})"
 
-    def _build(self, first: set[int]) -> PriceList:
+    def _build(self, first: set[int]) -> None:
         smallest = self.wanted[0]
         for rung in sorted(self.wanted, reverse=True):
             if rung in first or not self.programs:  # when the largest was dropped, the next smaller takes its place
@@ -67,9 +68,12 @@ class Ladder:
                 f"Not even a chunk of {smallest} rows fits into the memory of {self.kind}. "
                 "Use a smaller model, fewer workers on this host, or smaller samples."
             )
-        seconds = self._time(list(self.programs))
         log.info("Ladder for %s: chunks of %s rows.", self.kind, ", ".join(map(str, sorted(self.programs))))
-        prices = {rung: self._price(rung, seconds[rung]) for rung in self.programs}
+
+    def measure(self, rungs: Sequence[int]) -> PriceList:
+        """The prices of these rungs, on the first of the devices."""
+        seconds = self._time(rungs)
+        prices = {rung: self._price(rung, seconds[rung]) for rung in rungs}
         joint = 0.0 if self.priced_by_rows else seconds[_JOINT]
         return PriceList(prices, joint, unit=prices[max(prices)] / max(prices))
 

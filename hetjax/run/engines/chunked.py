@@ -8,7 +8,7 @@ taken as they come; those of further chunks are added to them in place (donated)
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from hetjax.plan.limits import Limits
-from hetjax.plan.price_list import agree
+from hetjax.plan.price_list import PriceList, common_rungs
 from hetjax.plan.sampler import Step
 from hetjax.plan.staircase import geometric_rungs
 from hetjax.run.agree import gather
@@ -84,11 +84,7 @@ class Chunked:
                 complete=complete or rungs is not None or several,
                 priced_by_rows=priced_by_rows,
             )
-        measured = {kind: ladder.list.plain() for kind, ladder in self.ladders.items()}
-        agreed = agree(gather(measured) if several else [measured])
-        for kind, ladder in self.ladders.items():
-            ladder.list = agreed[kind]
-        self._remote = {kind: prices for kind, prices in agreed.items() if kind not in self.ladders}
+        self._remote = self._price(gather if several else lambda said: [said])
         self._background = ThreadPoolExecutor(1, thread_name_prefix="hetjax-ladder")
         self._growing: Future | None = None
         self._counts_W, self._settled = np.zeros(len(workers), np.int64), 0
@@ -127,6 +123,23 @@ class Chunked:
         return *values, control(rows, seed=0, epoch=0, position=0)
 
     # -- prices and growth --
+
+    def _price(self, gather: Callable[[Any], list[Any]]) -> dict[str, PriceList]:
+        """Prices that all processes agree on, measured by one of them per kind while the others wait.
+
+        Returned are those of kinds that this process has none of.
+        """
+        have = {kind: sorted(ladder.programs) for kind, ladder in self.ladders.items()}
+        said = gather(have)
+        me = jax.process_index() if len(said) > 1 else 0
+        mine = {kind: rungs for kind, (owner, rungs) in common_rungs(said).items() if owner == me}
+        measured = {kind: self.ladders[kind].measure(rungs).plain() for kind, rungs in mine.items()}
+        agreed: dict[str, PriceList] = {}
+        for theirs in gather(measured):
+            agreed |= {kind: PriceList.from_plain(plain) for kind, plain in theirs.items()}
+        for kind, ladder in self.ladders.items():
+            ladder.list = agreed.pop(kind)
+        return agreed
 
     def _survey(self) -> None:
         """Build the staircase of every group of like workers, and the limits of plans, from the present prices."""

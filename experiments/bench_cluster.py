@@ -1,0 +1,211 @@
+"""A real heterogeneous cluster on one machine: four processes under CPU quotas, one controller after the other.
+
+    python experiments/bench_cluster.py [--json FILE] [--batch-size 4096] [--controllers balanced,equal] [--quick]
+
+Every process is throttled to its quota of a core by a control group and keeps to one core, so that it computes on one
+thread; gradients are summed by gloo. The ideal is the sum
+of the workers' solo speeds: the same engine under the same quotas, all running at once, no reduce, measured before,
+between and after the controllers' turns. Everything comes from one run of the same four processes.
+
+efficiency      samples/s / ideal, from the eleventh step on
+imbalance       (max - min) / mean of the workers' mean local times
+overhead        median of step time - slowest local time; its share of the step time
+noise ceiling   what the best FIXED split could reach: mean over steps of mean / max worker time, for the counts that
+                equal the workers' mean times, times the share that the overhead leaves
+recovery_steps  steps that took over 15% more than before, after the quotas of the first and last worker were swapped:
+                median over the swaps; `steps of a swap stretch` where it never came back
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from hetjax.launch import child, variables
+from hetjax.launch.meeting_point import free_port
+from hetjax.launch.pinning import cores_for
+from hetjax.launch.quotas import CpuQuota, remove_stale
+
+WORKER = Path(__file__).with_name("cluster_worker.py")
+SKIP = 10  # steps in which controllers that act seldom find their shares
+BACK = 1.15
+
+
+def run_cluster(orders: dict[str, Any], limit: float) -> list[dict[str, Any]]:
+    """Start the processes, set quotas when process 0 asks, and collect what it tells."""
+    quotas, heard = orders["quotas"], []
+    address = f"127.0.0.1:{free_port('127.0.0.1')}"
+    with ExitStack() as stack:
+        remove_stale()
+        groups = [stack.enter_context(CpuQuota(f"worker{i}")) for i in range(len(quotas))]
+        cores = cores_for(quotas, sorted(os.sched_getaffinity(0)))
+        start = [sys.executable, "-I", "-S", child.__file__, str(os.getpid())]
+        command = [sys.executable, str(WORKER), json.dumps(orders)]
+        processes = []
+        for i, group in enumerate(groups):
+            who = {variables.COORDINATOR: address, variables.PROCESSES: str(len(quotas)), variables.PROCESS: str(i)}
+            process = subprocess.Popen(
+                [*start, str(group.path / "cgroup.procs"), ",".join(map(str, cores[i])), *command],
+                env={**os.environ, **who, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE if i == 0 else subprocess.DEVNULL,
+                text=True,
+            )
+            stack.callback(process.kill)
+            processes.append(process)
+        first, deadline = processes[0], time.monotonic() + limit
+        assert first.stdin is not None
+        assert first.stdout is not None
+        for line in first.stdout:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"The cluster did not finish within {limit:.0f} s.")
+            if not line.startswith("{"):
+                continue  # gloo greets its peers
+            message = json.loads(line)
+            if "quotas" in message:
+                for group, cores in zip(groups, message["quotas"] or [None] * len(groups), strict=True):
+                    group.set(cores)
+                first.stdin.write("done\n")
+                first.stdin.flush()
+            else:
+                heard.append(message)
+        for group in groups:
+            group.set(None)
+        for i, process in enumerate(processes):
+            if process.wait(timeout=60) != 0:
+                raise RuntimeError(f"Process {i} of the cluster ended with exit code {process.returncode}.")
+    return heard
+
+
+def figures(seen: dict[str, Any], batch: int, ideal: float) -> dict[str, float]:
+    """What a stretch of steps came to, the first ones aside."""
+    times = np.array(seen["times"], float)[SKIP:]
+    steps = np.array(seen["step_times"])[SKIP:]
+    timed = ~np.isnan(times).any(axis=1)
+    overhead = steps[timed] - times[timed].max(axis=1)
+    mean_W = times[timed].mean(axis=0)
+    rate = batch * len(steps) / steps.sum()
+    return {
+        "samples_per_s": rate,
+        "efficiency": rate / ideal,
+        "imbalance": float((mean_W.max() - mean_W.min()) / mean_W.mean()),
+        "overhead_ms": 1e3 * float(np.median(overhead)),
+        "overhead_share": float(np.median(overhead / steps[timed])),
+        "changes": sum(seen["changed"][SKIP:]),
+        "recompiles": seen["recompiles"],
+    }
+
+
+def noise_ceiling(seen: dict[str, Any], overhead_share: float) -> float:
+    """From the seconds per sample that every worker showed in every step."""
+    times, counts = np.array(seen["times"], float)[SKIP:], np.array(seen["counts"], float)[SKIP:]
+    per_sample = times[~np.isnan(times).any(axis=1)] / counts[~np.isnan(times).any(axis=1)]
+    fixed = per_sample / per_sample.mean(axis=0)  # a split after which all need the same on average
+    return float((fixed.mean(axis=1) / fixed.max(axis=1)).mean() * (1 - overhead_share))
+
+
+def recovery(seen: dict[str, Any], every: int, swaps: int) -> float:
+    """Median over the swaps of the number of steps until one is back within 15% of those before."""
+    steps, found = np.array(seen["step_times"]), []
+    for k in range(1, swaps + 1):
+        at = every * k
+        before, after = np.median(steps[at - 10 : at]), steps[at : at + every]
+        back = np.flatnonzero(after <= BACK * before)
+        found.append(int(back[0]) if len(back) else every)
+    return float(np.median(found))
+
+
+def main(
+    json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
+    controllers: str = "equal,static,dbs@5,proportional@5,balanced",
+    quotas: str = "0.8,0.4,0.2,0.2",
+    batch_size: int = 1024,
+    steps: int = 210,
+    hidden: int = 0,
+    swaps: int = 5,
+    swap_every: int = 30,
+    quick: bool = False,
+) -> None:
+    """Compare controllers on processes under real CPU quotas.
+
+    Args:
+        json_file: write the figures to this file (--json FILE).
+        controllers: with commas between; NAME@K acts every K steps.
+        quotas: cores of each process, with commas between.
+        batch_size: samples per step over all workers.
+        steps: of each controller's quiet stretch.
+        hidden: width of a hidden layer; 0: none, 20 thousand parameters; 3168: 5 million.
+        swaps: how often the quotas of the first and the last worker are swapped; 0: never.
+        swap_every: steps between swaps.
+        quick: equal and balanced, few steps, one swap: does it work at all?
+    """
+    names, cores = controllers.split(","), [float(part) for part in quotas.split(",")]
+    if quick:
+        names, steps, swaps = ["equal", "balanced"], 30, 1
+    orders = {
+        "controllers": names,
+        "quotas": cores,
+        "batch_size": batch_size,
+        "steps": steps,
+        "hidden": hidden,
+        "swaps": swaps,
+        "swap_every": swap_every,
+        "solo_s": 1.0 if quick else 6.0,
+    }
+    console = Console()
+    heard = run_cluster(orders, limit=3600)
+    solos = np.array([message["solo"] for message in heard if "solo" in message])
+    ideal = float(solos.sum(axis=1).mean())
+    by_name: dict[str, dict[str, Any]] = {}
+    for message in heard:
+        if "quiet" in message:
+            by_name[message["controller"]] = figures(message["quiet"], batch_size, ideal)
+            if message["controller"] == "balanced":
+                ceiling = noise_ceiling(message["quiet"], by_name["balanced"]["overhead_share"])
+        if "swapped" in message:
+            by_name[message["controller"]]["recovery_steps"] = recovery(message["swapped"], swap_every, swaps)
+    about = next(message for message in heard if "parameters" in message)
+    spread = 100 * np.ptp(solos.sum(axis=1)) / ideal
+    console.print(
+        f"{about['parameters']:,} parameters, B = {batch_size}, quotas {quotas}, chunks of {about['rungs']} rows\n"
+        f"ideal {ideal:,.0f} samples/s (solo {np.round(solos.mean(axis=0))}; {len(solos)} measurements, range "
+        f"{spread:.0f}%)",
+        highlight=False,
+    )
+    table = Table("controller", "samples/s", "efficiency", "imbalance", "overhead", "changes", "recovery")
+    for name, seen in by_name.items():
+        table.add_row(
+            name,
+            f"{seen['samples_per_s']:,.0f}",
+            f"{seen['efficiency']:.3f}",
+            f"{seen['imbalance']:.3f}",
+            f"{seen['overhead_ms']:.0f} ms {100 * seen['overhead_share']:.0f}%",
+            str(seen["changes"]),
+            str(seen.get("recovery_steps", "-")),
+        )
+    console.print(table)
+    results: dict[str, Any] = {"ideal_samples_per_s": ideal}
+    for key in ("samples_per_s", "efficiency", "imbalance", "overhead_share", "overhead_ms", "changes", "recompiles"):
+        results[key] = {name: seen[key] for name, seen in by_name.items()}
+    results["recovery_steps"] = {name: seen.get("recovery_steps") for name, seen in by_name.items()}
+    if "balanced" in by_name:
+        console.print(f"noise ceiling of a fixed split: {ceiling:.3f}", highlight=False)
+        results["noise_ceiling"] = ceiling
+    if json_file is not None:
+        details = {"solo_samples_per_s": solos.tolist(), **about, **orders}
+        json_file.write_text(json.dumps({**results, "details": details, "told": heard}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

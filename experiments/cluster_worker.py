@@ -1,0 +1,150 @@
+"""One process of bench_cluster.py: trains under one controller after the other and tells what it saw.
+
+Its orders come as JSON on the command line. Process 0 asks its parent for quotas by a line on standard output, and
+waits for a line on standard input that says they hold.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from hetjax.history import History, Record
+from hetjax.models.losses import classification
+from hetjax.models.pool import max_pool
+from hetjax.plan import controllers
+from hetjax.plan.sampler import Step
+from hetjax.run.agree import gather
+from hetjax.run.distributed import initialise, leave
+from hetjax.run.engines import Rows
+from hetjax.run.reduce import make_reduce
+from hetjax.run.update import State, unchanged
+from hetjax.trainer import Trainer
+
+
+def init_cnn(hidden: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """28x28 images: two convolutions of 16 and 32 channels, each pooled, then (a hidden layer and) the logits."""
+    rng = np.random.default_rng(seed)
+    normal = lambda *shape: rng.normal(0, np.prod(shape[:-1]) ** -0.5, shape).astype(np.float32)
+    params = {"conv1": normal(3, 3, 1, 16), "bias1": np.zeros(16, np.float32)}
+    params |= {"conv2": normal(3, 3, 16, 32), "bias2": np.zeros(32, np.float32)}
+    if hidden:
+        params |= {"dense": normal(7 * 7 * 32, hidden), "bias3": np.zeros(hidden, np.float32)}
+    return params | {"head": normal(hidden or 7 * 7 * 32, 10), "bias4": np.zeros(10, np.float32)}
+
+
+def loss_fn(params: dict[str, jax.Array], batch: dict[str, jax.Array], keys: jax.Array) -> jax.Array:
+    x = batch["image"]
+    for conv, bias in (("conv1", "bias1"), ("conv2", "bias2")):
+        x = jax.lax.conv_general_dilated(x, params[conv], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        x = max_pool(jax.nn.relu(x + params[bias]))
+    x = x.reshape(len(x), -1)
+    if "dense" in params:
+        x = jax.nn.relu(x @ params["dense"] + params["bias3"])
+    return jax.vmap(classification)(x @ params["head"] + params["bias4"], batch["label"]).loss
+
+
+class Parent:
+    """The pipe to bench_cluster.py. Only process 0 has it; the others do nothing."""
+
+    def __init__(self, process: int):
+        self.mine = process == 0
+
+    def tell(self, **message: Any) -> None:
+        if self.mine:
+            print(json.dumps(message), flush=True)
+
+    def ask_for(self, quotas: Sequence[float] | None) -> None:
+        """Returns when these quotas hold."""
+        self.tell(quotas=quotas)
+        if self.mine and not sys.stdin.readline():
+            raise RuntimeError("The parent is gone.")
+
+
+class Quotas:
+    """A hook that asks for other quotas after certain steps of a run, counted from its first one."""
+
+    def __init__(self, parent: Parent, by_step: dict[int, Sequence[float]], before: int):
+        self.parent, self.by_step, self.before = parent, by_step, before
+
+    def __call__(self, record: Record, state: State) -> None:
+        if (quotas := self.by_step.get(record.step - self.before)) is not None:
+            self.parent.ask_for(quotas)
+
+
+def solo_rates(trainer: Trainer, state: State, data: Any, quotas: Sequence[float], seconds: float) -> list[float]:
+    """Samples per second of each worker with the trainer's own engine, no reduce, all of them at once."""
+    session = trainer._sessions[True]
+    reduce = make_reduce("psum", trainer.workers, session.layout, unchanged, (state.params, None))
+    counts_W = np.floor(trainer.batch_size * np.asarray(quotas) / sum(quotas)).astype(np.int64)
+    step = Step(0, 0, int(counts_W.sum()))
+    packed = session.engine.pack(Rows(data, 0), step, counts_W, 0)
+    gather("all are here")
+    began, rounds = time.perf_counter(), 0
+    while time.perf_counter() < began + seconds:
+        session.clocks.wait(session.engine.start(reduce, packed))
+        rounds += 1
+    rate = rounds * int(counts_W[list(trainer.workers.local)].sum()) / (time.perf_counter() - began)
+    return [rate for _, rate in sorted(gather([jax.process_index(), rate]))]
+
+
+def told(history: History) -> dict[str, Any]:
+    records = history.records
+    return {
+        "counts": [r.counts_W.tolist() for r in records],
+        "times": [[None if np.isnan(t) else float(t) for t in r.times_W] for r in records],
+        "step_times": [r.step_time for r in records],
+        "changed": [bool(r.changed) for r in records],
+        "reasons": [r.reason for r in records if r.changed],
+        "recompiles": history.recompiles_after_warmup,
+    }
+
+
+def main() -> None:
+    orders = json.loads(sys.argv[1])
+    here = initialise(wait_limit=120)
+    parent, batch, quotas = Parent(here.process), orders["batch_size"], orders["quotas"]
+    rng = np.random.default_rng(1)
+    data = {
+        "image": rng.random((4 * batch, 28, 28, 1), np.float32),
+        "label": rng.integers(0, 10, 4 * batch).astype(np.int32),
+    }
+    params = init_cnn(orders["hidden"])
+    with Trainer(loss_fn, optax.sgd(0.01), batch_size=batch, controller="equal", wait_limit=120) as trainer:
+        state, _ = trainer.fit(trainer.init(params), data, steps=2)
+        rungs = sorted(next(iter(trainer._sessions[True].engine.ladders.values())).programs)
+        parent.tell(parameters=int(sum(np.size(p) for p in params.values())), rungs=rungs)
+
+        def run(name: str, by_step: dict[int, Sequence[float]], steps: int) -> dict[str, Any]:
+            nonlocal state
+            kind, _, every = name.partition("@")
+            trainer.controller = controllers.make(kind, **({"every": int(every)} if every else {}))
+            parent.ask_for(None)  # what is left to compile is compiled at full speed
+            state, history = trainer.fit(state, data, steps=steps, hooks=[Quotas(parent, by_step, state.step)])
+            return told(history)
+
+        def solo() -> None:
+            parent.ask_for(quotas)
+            parent.tell(solo=solo_rates(trainer, state, data, quotas, orders["solo_s"]))
+
+        solo()
+        for name in orders["controllers"]:
+            parent.tell(controller=name, quiet=run(name, {1: quotas}, orders["steps"]))
+            solo()
+        swapped = [quotas[-1], *quotas[1:-1], quotas[0]]
+        every, swaps = orders["swap_every"], orders["swaps"]
+        by_step = {1: quotas} | {every * k: swapped if k % 2 else quotas for k in range(1, swaps + 1)}
+        for name in orders["controllers"] if swaps else ():
+            parent.tell(controller=name, swapped=run(name, by_step, every * (swaps + 1)))
+    leave(0, together=True)
+
+
+if __name__ == "__main__":
+    main()

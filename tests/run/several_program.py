@@ -1,0 +1,86 @@
+"""The core over the processes of the launcher: several_program.py DEVICES FOLDER [MISTAKE].
+
+Random plans (the same in all processes) with each engine; every process writes what it saw and which samples it read.
+MISTAKE: 'plan', process 1 plans step 3 otherwise; 'start', it starts from other parameters.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+STEPS, SEED = 14, 11
+
+
+def runs(devices, mistake=None, process=0):
+    """Losses and the final parameters of each engine, and the samples that were read."""
+    from problems import RandomPlans
+    from tiny_problem import trainer_for
+
+    class Odd(RandomPlans):
+        def plan(self, batch, limits, epoch=0):
+            plan = super().plan(batch, limits, epoch)
+            self.planned = getattr(self, "planned", 0) + 1
+            if mistake == "plan" and process == 1 and self.planned == 4:
+                plan.counts_W[:] = plan.counts_W[::-1].copy() if len(set(plan.counts_W)) > 1 else [batch, *[0] * 3]
+            return plan
+
+        def state_dict(self):
+            return {}
+
+    found = {}
+    for engine in ("chunked", "looped", "masked"):
+        trainer, source, state = trainer_for(
+            devices, controller=Odd(SEED), engine=engine, wait_limit=60,
+            rungs=None if engine != "chunked" else [4, 16],
+        )  # fmt: skip
+        if mistake == "start" and process == 1:
+            state = trainer.init({name: value + 1 for name, value in state.params.items()})
+        read = Reads(source)
+        with trainer:
+            state, history = trainer.fit(state, read, steps=STEPS)
+            tested = trainer.evaluate(state, source)
+        params = {name: np.asarray(value).tolist() for name, value in state.params.items()}
+        counts = history.counts[:, list(trainer.workers.local)].sum(axis=1).tolist()
+        found[engine] = {
+            "losses": history.losses, "tested": tested["loss"], "params": params, "own": counts, "read": read.log,
+            "recompiles": history.recompiles_after_warmup,
+        }  # fmt: skip
+    return found
+
+
+class Reads:
+    """A source in memory that notes which rows were asked for."""
+
+    def __init__(self, data):
+        self.data, self.log = data, []
+
+    def __len__(self):
+        return len(self.data["number"])
+
+    def __getitem__(self, index):
+        rows = {name: values[index] for name, values in self.data.items()}
+        self.log += np.atleast_1d(rows["number"]).tolist()
+        return rows
+
+
+def main():
+    import jax
+
+    from hetjax.run.distributed import initialise, leave
+
+    per_process, folder, *mistake = sys.argv[1:]
+    jax.config.update("jax_num_cpu_devices", int(per_process))
+    place = initialise(wait_limit=60, heartbeat_limit=10)
+    try:
+        found = runs(None, *mistake, process=place.process)
+    except (ValueError, RuntimeError) as error:
+        print("error:", error, flush=True)
+        leave(3, together=False)
+    Path(folder, f"{place.process}.json").write_text(json.dumps(found))
+    leave(0, together=True)
+
+
+if __name__ == "__main__":
+    main()

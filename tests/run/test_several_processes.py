@@ -1,0 +1,64 @@
+"""The core over several processes: the same training as in one, each process reading its own rows, disagreement told."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from several_program import runs
+from tiny_problem import BATCH, SAMPLES
+
+HERE = Path(__file__).parent
+
+
+def launch(processes, *arguments):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)])}
+    environment.pop("XLA_FLAGS", None)  # the tests' own eight devices
+    program = [str(HERE / "several_program.py"), *map(str, arguments)]
+    return subprocess.run(
+        [sys.executable, "-m", "hetjax", "launch", "--processes", str(processes), "--", *program],
+        env=environment, capture_output=True, text=True, timeout=150,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("processes", "per_process"), [(2, 2), (3, 1)])
+def test_several_processes_train_like_one(tmp_path, processes, per_process):
+    told = launch(processes, per_process, tmp_path)
+    assert told.returncode == 0, told.stderr + told.stdout
+    there = [json.loads((tmp_path / f"{k}.json").read_text()) for k in range(processes)]
+    here = runs(jax.devices()[: processes * per_process])
+    for engine, alone in here.items():
+        for seen in there:
+            np.testing.assert_allclose(seen[engine]["losses"], alone["losses"], rtol=1e-5)
+            np.testing.assert_allclose(seen[engine]["tested"], alone["tested"], rtol=1e-5)
+            assert seen[engine]["recompiles"] == 0
+            for name, value in alone["params"].items():
+                np.testing.assert_allclose(seen[engine]["params"][name], value, rtol=1e-4, atol=1e-6)
+    for seen in there:
+        steps, margin = len(seen["chunked"]["own"]), 2 * (BATCH // 8)
+        asked = len(seen["chunked"]["read"])
+        assert sum(seen["chunked"]["own"]) <= asked <= 2 * (sum(seen["chunked"]["own"]) + steps * (margin + 1)) + 1
+    assert sum(sum(seen["chunked"]["own"]) for seen in there) == _samples(14)
+
+
+def _samples(steps):
+    """Of so many steps, the last one of an epoch being short."""
+    per_epoch = -(-SAMPLES // BATCH)
+    return steps // per_epoch * SAMPLES + steps % per_epoch * BATCH
+
+
+@pytest.mark.parametrize(
+    ("mistake", "sentence"),
+    [
+        ("plan", "used another plan than this process in step"),
+        ("start", "Process 1 differs from process 0 in its parameters"),
+    ],
+)
+def test_processes_that_disagree_are_told_and_do_not_hang(tmp_path, mistake, sentence):
+    told = launch(2, 1, tmp_path, mistake)
+    assert told.returncode == 3
+    assert sentence in told.stdout
