@@ -1,4 +1,4 @@
-"""The core over several processes: the same training as in one, each process reading its own rows, disagreement told."""
+"""The core over several processes: the training of one process, each reading its own rows; disagreement is told."""
 
 import json
 import os
