@@ -56,7 +56,7 @@ def write(folder: Path, step: int, fill: Callable[[Path], None], keep: int) -> P
             "were; make room or give another folder, and resume from the last one."
         ) from error
     for old in stored(folder)[:-keep]:
-        shutil.rmtree(old)
+        shutil.rmtree(old.rename(old.with_name(f"draft_{old.name}")))  # never half a checkpoint under its name
     return final
 
 

@@ -17,7 +17,7 @@ _PIECE = 2**26  # bytes sent at a time
 def host_copy(leaf: Any) -> np.ndarray | None:
     """An array on the host of the first process, None on the others. All have to call this, in the same order.
 
-    Really a copy: on a CPU the array itself may lie in a buffer that the next step overwrites.
+    Really a copy: on a CPU a view of the buffer would keep the next step from using it again.
     """
     if isinstance(leaf, jax.Array) and not (leaf.is_fully_replicated or leaf.is_fully_addressable):
         with expected():

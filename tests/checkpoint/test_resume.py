@@ -1,5 +1,7 @@
 """A resumed run is the uninterrupted one: the same losses, every sample once an epoch, on whatever workers."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -78,7 +80,8 @@ def test_the_controller_goes_on_with_what_it_had_learned(tmp_path):
     run(tmp_path, 2, 12, controller="balanced")
     trainer, _, fresh = trainer_for(jax.devices()[:2], controller="balanced")
     checkpoint.restore_latest(tmp_path, fresh, trainer)
-    assert trainer.controller.model.seen_W.min() >= 5
+    run_json = json.loads((tmp_path / "step_00000012" / "run.json").read_text())
+    assert trainer.controller.state_dict() == run_json["trainer"]["controller"]
     assert trainer.controller.counts_W.sum() == BATCH
     trainer, _, fresh = trainer_for(jax.devices()[:2], controller="proportional")  # another one starts afresh
     checkpoint.restore_latest(tmp_path, fresh, trainer)
