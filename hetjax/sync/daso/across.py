@@ -42,6 +42,10 @@ class Flight:
         self._arrived, self._failure = arrived, failure
         self._done.set()
 
+    @property
+    def done(self) -> bool:
+        return self._done.is_set()
+
     def result(self) -> Arrived:
         if not self._done.wait(self.limit):
             raise TimeoutError(self.attendance.sentence(self.number, self.limit))

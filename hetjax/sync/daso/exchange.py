@@ -33,6 +33,11 @@ class Arrived:
 
 
 class Flight(Protocol):
+    @property
+    def done(self) -> bool:
+        """Whether it has arrived."""
+        ...
+
     def result(self) -> Arrived:
         """Waits until it has arrived, and no longer than the limit."""
         ...
@@ -86,6 +91,7 @@ class Stacked:
 @dataclass(frozen=True)
 class _Here:
     arrived: Arrived
+    done: bool = True
 
     def result(self) -> Arrived:
         return self.arrived

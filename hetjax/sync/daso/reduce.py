@@ -38,15 +38,16 @@ class Manner:
 
 
 class Entry(NamedTuple):
-    """One exchange: the steps that sent and received it, how long it was under way, how long a step stood still."""
+    """One exchange: the steps that sent and received it, and seconds."""
 
     sent: int
     received: int
-    seconds: float
-    waited: float
+    beside: int  # local phases that ended while it was under way: they did not wait for it
+    seconds: float  # under way
+    waited: float  # that the receiving step stood still
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Pending:
     """An exchange under way, and what each node of this process has sent."""
 
@@ -54,6 +55,7 @@ class _Pending:
     sent_n: list[Tree]
     short: bool  # in 16 bits
     since: int  # the step that sent it
+    beside: int = 0  # local phases that ended while it was under way
 
 
 class Nodes:
@@ -101,6 +103,8 @@ class Nodes:
         if weights is not None:
             raise ValueError("DASO counts all samples alike: use a controller without weights of its own.")
         self.steps += 1
+        if self._pending is not None and not self._pending.flight.done:
+            self._pending.beside += 1
         totals_n = [node.add(laps[part], slots[part]) for node, part in zip(self.nodes, self._slices, strict=True)]
         self._told = self._reports_n = self._scalars = None
         last, cycling = at.end == self.samples, self.schedule.skip > 0
@@ -146,7 +150,7 @@ class Nodes:
 
     def _receive(self, pending: _Pending | None, rule: Terms) -> None:
         assert pending is not None
-        arrived = self._learn(pending.flight, pending.since)
+        arrived = self._learn(pending.flight, pending)
         if pending.short:
             self._mean = arrived.leaves
         else:
@@ -154,12 +158,13 @@ class Nodes:
         for node, sent in zip(self.nodes, pending.sent_n, strict=True):
             node.blend(arrived.leaves, sent, rule)
 
-    def _learn(self, flight: Flight, since: int | None = None) -> Arrived:
+    def _learn(self, flight: Flight, pending: _Pending | None = None) -> Arrived:
         """Wait for an exchange and take notice of what the nodes said."""
         asked = time.perf_counter()
         arrived = flight.result()
         waited = time.perf_counter() - asked
-        self.journal.append(Entry(self.steps if since is None else since, self.steps, arrived.seconds, waited))
+        sent, beside = (self.steps, 0) if pending is None else (pending.since, pending.beside)
+        self.journal.append(Entry(sent, self.steps, beside, arrived.seconds, waited))
         self._told = [Notes.of(row) for row in arrived.table]
         if self.sharing is not None:
             columns = np.array([[notes.steps, notes.samples, notes.seconds] for notes in self._told]).T
