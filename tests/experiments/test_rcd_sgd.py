@@ -1,0 +1,49 @@
+"""The RCD-SGD experiment: its arithmetic by hand, and two lines of it run."""
+
+import json
+
+import pytest
+import rcd_sgd
+from rcd_sgd import Args, Curve
+
+from hetjax.sync import AllReduce, Decentralised
+
+
+def test_where_a_curve_reaches_the_target():
+    curve = Curve([10, 20, 30], [1.0, 2.0, 3.0], [0.5, 0.3, 0.1], [0.0] * 3, [4.0, 8.0, 12.0], 0.0)
+    assert curve.reached(0.2, "step") == pytest.approx(25)  # half way from 0.3 to 0.1
+    assert curve.reached(0.2, "sent_mb") == pytest.approx(10)
+    assert curve.reached(0.6, "seconds") == 1
+    assert str(curve.reached(0.05, "step")) == "nan"
+
+
+def test_how_often_a_worker_sends():
+    assert rcd_sgd.sent(Decentralised("ring", 2), 4, 10, 0) == 2 * 5  # to both neighbours, in steps 0, 2, 4, 6, 8
+    assert rcd_sgd.sent(Decentralised("complete", 3), 4, 10, 0) == 1.5 * 4
+    assert rcd_sgd.sent(AllReduce(), 4, 10, 0) == 1.5 * 10
+    drawn = rcd_sgd.sent(Decentralised("ring", 1, matcha_budget=0.5), 4, 1000, 0)
+    assert 900 < drawn < 1100  # two matchings, each in half of the steps
+
+
+def test_two_lines_of_the_table(tmp_path, monkeypatch):
+    chosen = [line for line in rcd_sgd.lines(Args()) if (line.name, line.every) in (("random", 2), ("graph-cut", 2))]
+    monkeypatch.setattr(rcd_sgd, "lines", lambda args: chosen)
+    found = tmp_path / "found.json"
+    rows = rcd_sgd.main(Args(seeds=1, epochs=2, batch_size=256, row_time=0.01, target=2.25, json=found))
+    assert [(row["line"], row["every"]) for row in rows] == [("random", 2), ("graph-cut", 2)]
+    assert rows[0]["against_random"] == 1
+    for row in rows:
+        assert 1 <= row["steps"] <= 12
+        assert row["link_seconds"] > row["seconds"] > 0
+        assert 0 <= row["accuracy"] <= 1
+    kept = json.loads(found.read_text())
+    assert kept["rows"] == rows
+    assert kept["curves"]["random, F=2"][0]["step"][-1] == 12
+
+
+def test_the_table_holds_everything_that_was_asked_for():
+    named = {(line.name, line.every) for line in rcd_sgd.lines(Args())}
+    kinds = ("random", "class-balanced", "facility-location", "graph-cut")
+    assert {(kind, every) for kind in kinds for every in (1, 2)} <= named
+    assert {(f"{kinds[2]}, {rule}", 2) for rule in ("min-block", "per-rate", "fill")} <= named
+    assert len(rcd_sgd.lines(Args(quick=True))) == 9
