@@ -15,7 +15,7 @@ from hetjax.sync.hogbatch.task import Finished
 class Tally:
     """Counts what every worker does. A record's times are the seconds a worker was busy between two records.
 
-    utilisation = seconds of local phases / seconds of the run
+    utilisation = seconds of local phases, those under way included / seconds of the run
     """
 
     def __init__(self, layout: Layout, batch_W: np.ndarray, began: float):
@@ -24,6 +24,8 @@ class Tally:
         self.busy_W, self.updates_W = np.zeros(self.workers), np.zeros(self.workers, np.int64)
         self.counts_W, self.staleness = np.zeros(self.workers, np.int64), Counter[int]()
         self.samples, self.now = 0, began
+        self._since_W: tuple[float | None, ...] = (None,) * self.workers  # when the tasks now out were taken
+        self._busy_before_W = np.zeros(self.workers)
         self._open()
 
     def _open(self) -> None:
@@ -32,13 +34,12 @@ class Tally:
         self._loss, self._weight, self._metrics = 0.0, 0.0, defaultdict[str, float](float)
         self._nonfinite: set[int] = set()
         self._changes: list[str] = []
-        self._since = self.now
-        self._busy_before_W = self._busy_now_W if hasattr(self, "_busy_now_W") else np.zeros(self.workers)
+        self._began = self.now
 
     def add(self, news: Finished) -> None:
         done, report = news.update, Report.read(self.layout, np.asarray(news.tail), 1)
         w, count = done.worker, done.span.count
-        self.now = done.applied
+        self.now, self._since_W = done.applied, news.since_W
         self.samples += count
         self.busy_W[w] += done.ended - done.began
         self.staleness[done.staleness] += 1
@@ -58,10 +59,12 @@ class Tally:
             self.batch_W[w] = done.batch
             self._changes.append(f"worker {w} takes {done.batch}")
 
-    def record(self, step: int, epoch: int, since_W: tuple[float | None, ...], save: bool) -> Record:
-        """Everything since the last record. `since_W`: when the tasks now out were taken; that time counts as busy."""
-        running_W = np.array([0.0 if at is None else max(0.0, self.now - at) for at in since_W])
-        self._busy_now_W = self.busy_W + running_W
+    def _busy_now_W(self) -> np.ndarray:
+        return self.busy_W + [0.0 if at is None else max(0.0, self.now - at) for at in self._since_W]
+
+    def record(self, step: int, epoch: int, save: bool) -> Record:
+        """Everything since the last record."""
+        busy_W = self._busy_now_W()
         updates = int(self._updates_W.sum())
         share = lambda total: total / self._weight if self._weight else float("nan")
         made = Record(
@@ -71,8 +74,8 @@ class Tally:
             metrics={name: share(value) for name, value in self._metrics.items()},
             counts_W=self._counts_W,
             rows_W=self._rows_W,
-            times_W=np.maximum(self._busy_now_W - self._busy_before_W, 0.0),
-            step_time=self.now - self._since,
+            times_W=np.maximum(busy_W - self._busy_before_W, 0.0),
+            step_time=self.now - self._began,
             seconds=self.now - self.began,
             samples=self.samples,
             changed=bool(self._changes),
@@ -85,6 +88,7 @@ class Tally:
                 "staleness": self._staleness / max(1, updates),
             },
         )
+        self._busy_before_W = busy_W
         self._open()
         return made
 
@@ -94,7 +98,7 @@ class Tally:
             "updates": int(self.updates_W.sum()),
             "update_share": (self.updates_W / total).tolist(),
             "sample_share": (self.counts_W / max(1, self.samples)).tolist(),
-            "utilisation": (self.busy_W / seconds).tolist() if seconds > 0 else [0.0] * self.workers,
+            "utilisation": (self._busy_now_W() / seconds).tolist() if seconds > 0 else [0.0] * self.workers,
             "staleness": {str(k): self.staleness[k] for k in sorted(self.staleness)},
             "batches": self.batch_W.tolist(),
         }

@@ -120,7 +120,7 @@ class Training:
         assert news.moment is not None
         job, seen = self.job, self.start.cursor + tally.samples
         step = self.coordinator.step_of(seen)
-        record = tally.record(step, max(0, seen - 1) // job.sampler.size, news.since_W, job.saving())
+        record = tally.record(step, max(0, seen - 1) // job.sampler.size, job.saving())
         self.remember(news.moment)
         history.records.append(record)
         job.check(record)
