@@ -14,13 +14,16 @@ from hetjax.run.engines.choose import ENGINES
 PARTITIONS = ("global", "proportional", "submodular")
 SYNCS = tuple(syncs.REGISTRY)
 
-# Named in the design, not built yet: asking for one is answered by a sentence, and --help does not offer it.
-_COMING = {
-    "sync": ("daso", "hogbatch", "adaptive-hogbatch", "adaptive-sgd"),
-}
 _BY_EPOCH = ("dp", "edp", "dbs", "proportional")  # laws that act once an epoch unless told otherwise
 _WEIGHING = ("dp", "edp", "dbs")  # laws whose published form weighs the workers' gradients
-_SYNC_OPTIONS = {"decentralised": ("mix_every", "topology", "matcha_budget")}  # that a user can set by name
+_SYNC_OPTIONS = {  # that a user can set by name
+    "decentralised": ("mix_every", "topology", "matcha_budget"),
+    "daso": ("nodes", "max_skip", "blend", "between"),
+    "hogbatch": ("batches", "smallest", "staleness_bound", "replay"),
+    "adaptive-hogbatch": ("batches", "smallest", "staleness_bound", "replay"),
+    "adaptive-sgd": ("batches", "smallest", "mega_batch", "replay"),
+}
+_ASYNCHRONOUS = ("hogbatch", "adaptive-hogbatch", "adaptive-sgd")  # no steps of all workers: nothing to plan
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,13 @@ class Strategy:
     def make_controller(self) -> Controller:
         return controllers.make(self.controller, **self.options)
 
-    def make_sync(self) -> syncs.AnySync:
-        return syncs.make(self.sync, **self.sync_options)
+    @property
+    def asynchronous(self) -> bool:
+        """Whether whoever is free takes the next batch: then no controller plans."""
+        return self.sync in _ASYNCHRONOUS
+
+    def make_sync(self, **more: Any) -> syncs.AnySync:
+        return syncs.make(self.sync, **self.sync_options, **more)
 
 
 PRESETS: dict[str, Strategy] = {
@@ -58,6 +66,18 @@ PRESETS: dict[str, Strategy] = {
         "decentralised",
         sync_options={"mix_every": 2},
         idea="blocks that stand for the whole, parameters mixed with the neighbours' (arXiv 2211.00839)",
+    ),
+    "daso": Strategy(
+        "balanced", sync="daso", idea="every step inside a node, seldom and late between nodes (arXiv 2104.05588)"
+    ),
+    "hogbatch": Strategy(
+        "equal", sync="hogbatch", idea="whoever is free takes the next batch and updates at once (arXiv 2004.08771)"
+    ),
+    "adaptive-hogbatch": Strategy(
+        "equal", sync="adaptive-hogbatch", idea="the same, batches moved to even the updates out (arXiv 2004.08771)"
+    ),
+    "adaptive-sgd": Strategy(
+        "equal", sync="adaptive-sgd", idea="replicas of one's own, merged after many batches (arXiv 2110.07029)"
     ),
 }
 CONTROLLERS = tuple(name for name in controllers.REGISTRY if name != "oracle")
@@ -80,8 +100,6 @@ def resolve(
     `sync_options`: of the sync, by name; those that are None do not count.
     """
     if preset is not None and preset not in PRESETS:
-        if preset in _COMING["sync"]:
-            raise ValueError(_coming("strategy", preset, tuple(PRESETS)))
         raise ValueError(f"There is no strategy {preset!r}. Choose one of {', '.join(PRESETS)}.")
     if controller == "oracle":
         raise ValueError(
@@ -93,8 +111,6 @@ def resolve(
     given: dict[str, Any] = {axis: name for axis, name in axes.items() if name is not None}
     for axis, name in given.items():
         if name not in known[axis]:
-            if name in _COMING.get(axis, ()):
-                raise ValueError(_coming(axis, name, known[axis]))
             raise ValueError(f"There is no {axis} {name!r}. Choose {_one_of(known[axis])}.")
     usual = "static" if partition == "submodular" else "balanced"
     base = PRESETS[preset] if preset is not None else Strategy(controller or usual)
@@ -109,7 +125,12 @@ def resolve(
         sync_options={**chosen.sync_options, **_sync_options(chosen.sync, sync_options or {}, faithful)},
     )
     _check(chosen)
-    return preset or chosen.controller, chosen
+    if chosen.asynchronous and controller is not None:
+        raise ValueError(
+            f"With the sync {chosen.sync!r} whoever is free takes the next batch, so there is nothing to plan for the "
+            f"controller {controller!r}. Leave it out."
+        )
+    return preset or (chosen.sync if chosen.asynchronous else chosen.controller), chosen
 
 
 def _options(chosen: Strategy, every: int | str | None, faithful: bool) -> dict[str, Any]:
@@ -153,6 +174,26 @@ def _check(chosen: Strategy) -> None:
                 f"{chosen.controller!r} changes the counts between, or waits for timings of exactly its own. Use "
                 f"partition 'global', or one of the controllers equal, {', '.join(_WEIGHING)} acting once an epoch."
             )
+    if chosen.asynchronous and chosen.partition != "global":
+        raise ValueError(
+            f"With the sync {chosen.sync!r} whoever is free takes the next samples, and the partition "
+            f"{chosen.partition!r} gives every worker its own. Use partition 'global'."
+        )
+    if chosen.asynchronous and chosen.engine not in ("auto", "chunked"):
+        raise ValueError(
+            f"With the sync {chosen.sync!r} every worker runs alone, and the engine {chosen.engine!r} is one program "
+            "over all of them. Use the engine chunked."
+        )
+    if chosen.sync == "daso" and chosen.partition != "global":
+        raise ValueError(
+            f"Nodes of the sync 'daso' take parts of the global order, each its own; the partition "
+            f"{chosen.partition!r} cuts shards for single workers. Use partition 'global'."
+        )
+    if chosen.sync == "daso" and chosen.options.get("faithful") and chosen.controller in _WEIGHING:
+        raise ValueError(
+            f"The controller {chosen.controller!r} weighs the workers' gradients in its published form, and the sync "
+            "'daso' counts all samples alike. Use the controller balanced or equal."
+        )
     if chosen.partition == "submodular":
         if chosen.controller not in ("equal", "static"):
             raise ValueError(
@@ -168,7 +209,3 @@ def _check(chosen: Strategy) -> None:
 
 def _one_of(names: tuple[str, ...]) -> str:
     return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
-
-
-def _coming(axis: str, name: str, known: tuple[str, ...]) -> str:
-    return f"The {axis} {name!r} is planned but not built yet. Choose {_one_of(known)}."

@@ -44,7 +44,7 @@ def test_options_of_the_sync():
 @pytest.mark.parametrize(
     ("asked", "sentence"),
     [
-        ({"preset": "daso"}, "planned but not built"),
+        ({"preset": "daso", "controller": "dbs", "partition": "proportional"}, "parts of the global order"),
         ({"preset": "best"}, "There is no strategy 'best'"),
         ({"controller": "balanced", "partition": "proportional"}, "once an epoch"),
         ({"controller": "dbs", "partition": "proportional", "every": 5}, "once an epoch"),

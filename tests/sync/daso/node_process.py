@@ -1,0 +1,117 @@
+"""One node of runs over two processes, as a program: node_process.py FOLDER. What it saw goes there."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "run")]
+
+from hetjax.run.distributed import initialise, leave  # noqa: E402
+
+place = initialise(start_limit=60, wait_limit=60)
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+from daso_setups import BATCH, SAMPLES, flat, tanh_net  # noqa: E402
+from sample_log import numbered, telling  # noqa: E402
+
+from hetjax import Simulation, Trainer, checkpoint  # noqa: E402
+from hetjax.run.simulate import constant  # noqa: E402
+from hetjax.sync.daso import Daso  # noqa: E402
+
+OPTIONS = {"warm_up": 1, "cool_down": 1, "stability": 0.9, "max_skip": 4, "wire": "full"}
+EPOCHS, WORKERS = 6, len(jax.local_devices()) - 1  # a device carries the exchanges
+BYTES = 15 * 2  # of the network's parameters, in 16 bits, between two nodes
+
+
+def made(sync, controller="equal", **options):
+    loss_fn, data, params, _ = tanh_net()
+    data, params = jax.tree.map(lambda x: x.astype(np.float32), (data, params))
+    trainer = Trainer(
+        telling(loss_fn, SAMPLES), optax.sgd(0.1, momentum=0.5), batch_size=BATCH, controller=controller, sync=sync,
+        rungs=[1, 8], **options,
+    )  # fmt: skip
+    return trainer, numbered(data), trainer.init(params)
+
+
+def run(sync, epochs=EPOCHS, hook=None, **options):
+    """A whole run: what its records say, and the parameters at the end."""
+    trainer, data, state = made(sync, **options)
+    records = []
+
+    def tell(record, state):
+        records.append({
+            "step": record.step, "epoch": record.epoch, "loss": record.loss, "counts": record.counts_W.tolist(),
+            "metrics": record.metrics,
+        })  # fmt: skip
+        if hook is not None:
+            hook(trainer, record)
+
+    with trainer:
+        state, _ = trainer.fit(state, data, epochs=epochs, hooks=[tell])
+        answer = flat(trainer.answer(state).params).tolist()
+    journal = [entry._asdict() for entry in sync.reduce.journal]
+    return {"records": records, "answer": answer, "journal": journal, "cursor": state.cursor, "step": state.step}
+
+
+def whole(folder):
+    return run(Daso(between="equal", **OPTIONS))
+
+
+def stopped(folder):
+    """Node 1 asks for the end, which comes while an exchange is under way; both save, and go on in a new trainer."""
+    trainer, data, state = made(Daso(between="equal", **OPTIONS))
+    with trainer:
+        ask = lambda record, state: trainer.stop() if record.step == 5 and place.process == 1 else None
+        state, first = trainer.fit(state, data, epochs=EPOCHS, hooks=[ask])
+        checkpoint.save(folder / "saved", state, trainer)
+    trainer, data, fresh = made(Daso(between="equal", **OPTIONS))
+    with trainer:
+        found = checkpoint.restore_latest(folder / "saved", fresh, trainer)
+        pending = "sent" in found.state.more
+        state, second = trainer.fit(found.state, data, stop_at=EPOCHS * SAMPLES)
+        answer = flat(trainer.answer(state).params).tolist()
+    return {"after": found.state.step, "pending": pending, "answer": answer, "losses": first.losses + second.losses}
+
+
+def overlapping(folder):
+    """Steps of 40 ms and more; exchanges that a simulated link makes last longer than several of them."""
+    sync = Daso(warm_up=0, cool_down=0, between="equal", link=8 * BYTES / 0.3)
+    return run(sync, epochs=2, speeds=Simulation(constant([1] * WORKERS), row_time=0.02))
+
+
+def paced(folder):
+    """Node 1 is half as fast: first the same steps with other samples, then steps in proportion."""
+    speed = [1.0, 0.5][place.process]
+    sync = Daso(warm_up=1, cool_down=0, between="steps")
+    return run(sync, epochs=3, speeds=Simulation(constant([speed] * WORKERS), row_time=0.02))
+
+
+def late(folder):
+    """Node 1 stands still for a while."""
+    pause = lambda trainer, record: time.sleep(1.5) if record.step == 8 and place.process == 1 else None
+    return run(Daso(between="equal", **OPTIONS), hook=pause)
+
+
+def lost(folder):
+    """Node 1 stands still for longer than anybody waits. Comes last, as it leaves exchanges behind."""
+    pause = lambda trainer, record: time.sleep(4) if record.step == 8 and place.process == 1 else None
+    try:
+        run(Daso(between="equal", wait_limit=1.0, **OPTIONS), hook=pause)
+    except TimeoutError as error:
+        return str(error)
+    return ""
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    for job in (whole, stopped, overlapping, paced, late, lost):
+        result = job(folder)
+        (folder / f"{job.__name__}-{place.process}.json").write_text(json.dumps(result))
+    other = folder / f"{lost.__name__}-{1 - place.process}.json"
+    until = time.monotonic() + 30
+    while not other.exists() and time.monotonic() < until:  # whoever left first would end the other
+        time.sleep(0.05)
+    leave(0, together=False)
