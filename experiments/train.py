@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import train_blocks
 import train_config
 import train_output
 import train_setup
@@ -142,7 +143,7 @@ def train(
         eval_fn=task.model.eval_fn,
         batch_size=config.data.batch_size,
         controller=strategy.make_controller(),
-        partition=strategy.partition,
+        partition=train_blocks.partition_of(config, strategy, task, devices, simulation, folder, console),
         sync=strategy.make_sync(),
         engine=strategy.engine,
         devices=devices,

@@ -114,7 +114,7 @@ class Method:
     controller: Annotated[str | None, _choice(CONTROLLERS)] = None
     """how many samples each worker gets"""
     partition: Annotated[str | None, _choice(PARTITIONS)] = None
-    """which samples: any of the global batch, or shards of the workers' own"""
+    """which samples: any of the global batch, shards of the workers' own cut every epoch, or blocks for good"""
     sync: Annotated[str | None, _choice(SYNCS)] = None
     """when the workers agree"""
     engine: Annotated[str | None, _choice(("auto", "chunked", "looped", "masked"))] = None
@@ -129,6 +129,20 @@ class Method:
     """decentralised: who mixes with whom; FILE (.json or .npy) holds the doubly stochastic matrix, row by row"""
     matcha_budget: Number = None
     """decentralised: MATCHA, with this share of the topology's links used on average, e.g. 0.5"""
+
+
+@dataclass(frozen=True)
+class Submodular:
+    """the blocks of --partition submodular"""
+
+    blocks: File = None
+    """file that 'python -m hetjax partition' wrote; without it the blocks are made at the start of the run"""
+    rates: Annotated[str | None, _shown("LIST")] = None
+    """of the workers, such as 4,2,1,1; the simulated speeds unless told, or measured in a few steps"""
+    objective: Literal["facility-location", "graph-cut"] = "facility-location"
+    """how well a block stands for the whole"""
+    features: Annotated[str, tyro.conf.arg(metavar="raw|pca[:N]|MODULE:FUNCTION")] = "pca"
+    """what similarity is measured on"""
 
 
 @dataclass(frozen=True)
@@ -178,6 +192,7 @@ class Config:
     optimiser: Optimiser = field(default_factory=Optimiser)
     workers: Workers = field(default_factory=Workers)
     method: Method = field(default_factory=Method)
+    submodular: Submodular = field(default_factory=Submodular)
     processes: Processes = field(default_factory=Processes)
     output: Output = field(default_factory=Output)
 
@@ -185,7 +200,8 @@ class Config:
     def compares(self) -> bool:
         """Whether equal and balanced are to run in turn."""
         asked = self.method
-        return asked.strategy is None and asked.controller is None and asked.sync in (None, "allreduce")
+        free = asked.sync in (None, "allreduce") and asked.partition != "submodular"  # neither fixes the counts
+        return asked.strategy is None and asked.controller is None and free
 
     @property
     def folder(self) -> Path:
@@ -211,7 +227,9 @@ def with_values(base: Config, values: dict[str, Any]) -> Config:
     for group in _groups():
         part = getattr(base, group.name)
         mine = {f.name: values[f.name] for f in dataclasses.fields(part) if f.name in values}
-        mine = {name: Path(v) if name in ("out", "trace") and v is not None else v for name, v in mine.items()}
+        mine = {
+            name: Path(v) if name in ("out", "trace", "blocks") and v is not None else v for name, v in mine.items()
+        }
         base = dataclasses.replace(base, **{group.name: dataclasses.replace(part, **mine)})
     return base
 

@@ -29,9 +29,10 @@ def k_means(values_DxF: np.ndarray, clusters: int, seed: int = 0) -> np.ndarray:
         if np.array_equal(nearest_D, before_D):
             break
         count_K = np.bincount(nearest_D, minlength=clusters)
-        sum_KxF = np.zeros_like(centre_KxF)
-        np.add.at(sum_KxF, nearest_D, x_DxF)
-        centre_KxF = np.where(count_K[:, None] > 0, sum_KxF / np.maximum(count_K, 1)[:, None], centre_KxF)
+        held = np.flatnonzero(count_K)
+        first_K = np.cumsum(count_K) - count_K
+        sum_HxF = np.add.reduceat(x_DxF[np.argsort(nearest_D, kind="stable")], first_K[held], axis=0)
+        centre_KxF[held] = sum_HxF / count_K[held, None]
     return nearest_D
 
 
