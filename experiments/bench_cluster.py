@@ -178,7 +178,8 @@ def main(
     about = next(message for message in heard if "parameters" in message)
     spread = 100 * np.ptp(solos.sum(axis=1)) / ideal
     console.print(
-        f"{about['parameters']:,} parameters, B = {batch_size}, quotas {quotas}, chunks of {about['rungs']} rows\n"
+        f"{about['parameters']:,} parameters, B = {batch_size}, quotas {quotas}\n"
+        f"microseconds per row of each chunk size: {about['us_per_row']}\n"
         f"ideal {ideal:,.0f} samples/s (solo {np.round(solos.mean(axis=0))}; {len(solos)} measurements, range "
         f"{spread:.0f}%)",
         highlight=False,

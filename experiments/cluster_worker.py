@@ -69,10 +69,13 @@ class Parent:
 
 
 class Quotas:
-    """A hook that asks for other quotas after certain steps of a run, counted from its first one."""
+    """A hook that asks for other quotas after certain steps of a run, counted from its first one; 0: before it."""
 
     def __init__(self, parent: Parent, by_step: dict[int, Sequence[float]], before: int):
         self.parent, self.by_step, self.before = parent, by_step, before
+
+    def begin(self, history: History) -> None:
+        self.parent.ask_for(self.by_step[0])
 
     def __call__(self, record: Record, state: State) -> None:
         if (quotas := self.by_step.get(record.step - self.before)) is not None:
@@ -119,8 +122,9 @@ def main() -> None:
     params = init_cnn(orders["hidden"])
     with Trainer(loss_fn, optax.sgd(0.01), batch_size=batch, controller="equal", wait_limit=120) as trainer:
         state, _ = trainer.fit(trainer.init(params), data, steps=2)
-        rungs = sorted(next(iter(trainer._sessions[True].engine.ladders.values())).programs)
-        parent.tell(parameters=int(sum(np.size(p) for p in params.values())), rungs=rungs)
+        (ladder,) = trainer._sessions[True].engine.ladders.values()
+        prices = {rung: round(1e6 * price / rung, 1) for rung, price in sorted(ladder.list.prices.items())}
+        parent.tell(parameters=int(sum(np.size(p) for p in params.values())), us_per_row=prices)
 
         def run(name: str, by_step: dict[int, Sequence[float]], steps: int) -> dict[str, Any]:
             nonlocal state
@@ -136,11 +140,11 @@ def main() -> None:
 
         solo()
         for name in orders["controllers"]:
-            parent.tell(controller=name, quiet=run(name, {1: quotas}, orders["steps"]))
+            parent.tell(controller=name, quiet=run(name, {0: quotas}, orders["steps"]))
             solo()
         swapped = [quotas[-1], *quotas[1:-1], quotas[0]]
         every, swaps = orders["swap_every"], orders["swaps"]
-        by_step = {1: quotas} | {every * k: swapped if k % 2 else quotas for k in range(1, swaps + 1)}
+        by_step = {0: quotas} | {every * k: swapped if k % 2 else quotas for k in range(1, swaps + 1)}
         for name in orders["controllers"] if swaps else ():
             parent.tell(controller=name, swapped=run(name, by_step, every * (swaps + 1)))
     leave(0, together=True)

@@ -397,7 +397,8 @@ class Trainer:
                     following, packed = self._plan(session, sampler, feed, cursor, end, train)
             finally:
                 laps = session.clocks.wait(futures)
-            timed = not (disturbed or engine.compiling)
+            cold = flying is None and self.simulation is None  # caches and allocators of real devices warm up
+            timed = not (disturbed or engine.compiling or cold)
             plan = flight.plan
             weights = None if plan.weights_W is None else [float(plan.weights_W[i]) for i in self.workers.local]
             reduce.step(laps, self._slots(plan, laps, timed), flight.step, weights)
