@@ -2,8 +2,8 @@
 
     python experiments/bench_cluster.py [--json FILE] [--batch-size 4096] [--controllers balanced,equal] [--quick]
 
-Every process is throttled to its quota of a core by a control group and keeps to one core, so that it computes on one
-thread; gradients are summed by gloo. The ideal is the sum
+Every process computes on one thread and is throttled to its quota of a core by a control group; gradients are summed
+by gloo. The ideal is the sum
 of the workers' solo speeds: the same engine under the same quotas, all running at once, no reduce, measured before,
 between and after the controllers' turns. Everything comes from one run of the same four processes.
 
@@ -34,7 +34,6 @@ from rich.table import Table
 
 from hetjax.launch import child, variables
 from hetjax.launch.meeting_point import free_port
-from hetjax.launch.pinning import cores_for
 from hetjax.launch.quotas import CpuQuota, remove_stale
 
 WORKER = Path(__file__).with_name("cluster_worker.py")
@@ -49,14 +48,13 @@ def run_cluster(orders: dict[str, Any], limit: float) -> list[dict[str, Any]]:
     with ExitStack() as stack:
         remove_stale()
         groups = [stack.enter_context(CpuQuota(f"worker{i}")) for i in range(len(quotas))]
-        cores = cores_for(quotas, sorted(os.sched_getaffinity(0)))
         start = [sys.executable, "-I", "-S", child.__file__, str(os.getpid())]
         command = [sys.executable, str(WORKER), json.dumps(orders)]
         processes = []
         for i, group in enumerate(groups):
             who = {variables.COORDINATOR: address, variables.PROCESSES: str(len(quotas)), variables.PROCESS: str(i)}
             process = subprocess.Popen(
-                [*start, str(group.path / "cgroup.procs"), ",".join(map(str, cores[i])), *command],
+                [*start, str(group.path / "cgroup.procs"), "-", *command],
                 env={**os.environ, **who, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE if i == 0 else subprocess.DEVNULL,

@@ -7,6 +7,7 @@ waits for a line on standard input that says they hold.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -112,7 +113,12 @@ def told(history: History) -> dict[str, Any]:
 
 def main() -> None:
     orders = json.loads(sys.argv[1])
+    everywhere = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(everywhere)})  # XLA makes a thread for each core it may use: one will do here
     here = initialise(wait_limit=120)
+    jax.devices()
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), everywhere)
     parent, batch, quotas = Parent(here.process), orders["batch_size"], orders["quotas"]
     rng = np.random.default_rng(1)
     data = {

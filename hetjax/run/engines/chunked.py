@@ -33,7 +33,7 @@ from hetjax.run.workers import Workers, device_kind
 
 Tree = Any
 
-_SMALLEST = 8  # rows of the smallest rung with several processes
+_SMALLEST = 4  # rows of the smallest rung with several processes: what counts can be fitted to
 _SETTLED = 8  # steps without a change of counts before the ladder grows for them; timed, so that plans can change
 
 
