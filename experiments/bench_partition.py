@@ -3,6 +3,11 @@
     python experiments/bench_partition.py --dataset idx:/usr/share/datasets/fashion-mnist --json FILE    # 15 minutes
     python experiments/bench_partition.py --quick                                                        # 15 s
 
+Expected on Fashion-MNIST, two cores: growth with the square of a class; 60,000 samples in 7 s (graph cut) to 31 s
+(facility location), 0.63 GB. At equal rates every rule is closer to the whole than chance (0.36 and 0.66 of its
+distances). At rates 4:2:1:1 only `parts` is (0.43 and 0.64); the published min-block is 5 to 6 times farther away.
+Classes of 6,000 cut into parts lose 0.02% to 0.1% of f. A re-cut moves a third of what a cut from scratch does.
+
 Growth: one class of n samples, kernel and greedy apart, and the exponent of a power law through the largest two. Whole:
 the whole data set in a process of its own, with its peak memory (that of an idle process named too). Split: classes cut
 into k-means parts first, for data beyond exact kernels, and what f loses by it. Re-cut: samples moved when the rates
@@ -209,12 +214,14 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
 
 def show_growth(lines: list[dict[str, Any]], console: Console) -> dict[str, Any]:
     names = [name for name in lines[0] if name != "n"]
-    table = plain_table("one class of", *names)
+    short = {"facility-location": "location", "graph-cut": "cut"}
+    label = lambda name: "\n".join(short.get(part, part) for part in name.split(", "))
+    table = plain_table("one class of", *map(label, names))
     for line in lines:
         table.add_row(f"{line['n']:,}", *(f"{line[name]:.2f} s" for name in names))
     last, before = lines[-1], lines[-2]
     power = {name: math.log(last[name] / before[name]) / math.log(last["n"] / before["n"]) for name in names}
-    table.add_row("grows with n to the", *(f"{power[name]:.1f}" for name in names))
+    table.add_row("exponent of n", *(f"{power[name]:.1f}" for name in names))
     console.print(table, "")
     return {"seconds": lines, "exponent": power}
 

@@ -33,8 +33,10 @@ def comparison_table(found: Mapping[str, Quality]) -> Table:
             np.nanmean(quality.within_distance_W),
             np.nanmean(quality.covariance_distance_W),
         )
-        values = [f"{quality.values[f].sum():,.0f}" if f in quality.values else "–" for f in _SHORT]
-        table.add_row(name, *(f"{x:.4f}" for x in numbers), f"{np.nanmax(quality.class_distance_W):.2%}", *values)
+        values = [_short(quality.values[f].sum()) if f in quality.values else "–" for f in _SHORT]
+        table.add_row(
+            name.replace(",", ""), *(f"{x:.4f}" for x in numbers), f"{np.nanmax(quality.class_distance_W):.2%}", *values
+        )
     return table
 
 
@@ -47,7 +49,7 @@ def blocks_table(blocks: Blocks, quality: Quality) -> Table:
             str(worker),
             f"{blocks.rates_W[worker]:g}",
             f"{quality.sizes_W[worker]:,}",
-            *(f"{values_W[worker]:,.0f}" for values_W in quality.values.values()),
+            *(_short(values_W[worker]) for values_W in quality.values.values()),
             *(f"{values_W[worker]:.4f}" for values_W in distances),
         )
     return table
@@ -94,8 +96,12 @@ def _plane(features_DxF: np.ndarray) -> np.ndarray:
     return plane if plane.shape[1] == 2 else np.column_stack([plane, np.zeros(len(plane), np.float32)])
 
 
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value < 1e7 else f"{value:.4g}"
+
+
 def _table(*columns: str) -> Table:
-    table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="bold")
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
     for place, column in enumerate(columns):
         table.add_column(column, justify="left" if place == 0 else "right", no_wrap=place > 0)
     return table

@@ -200,11 +200,6 @@ def _check(chosen: Strategy) -> None:
                 f"The partition 'submodular' gives every worker its samples for good, as many as its rate says, and "
                 f"the controller {chosen.controller!r} would change their number. Use the controller static."
             )
-        if chosen.sync not in ("allreduce", "decentralised"):
-            raise ValueError(
-                f"The partition 'submodular' cuts blocks for workers that all take part in every step, which those of "
-                f"the sync {chosen.sync!r} do not, or not each for itself. Use the sync allreduce or decentralised."
-            )
 
 
 def _one_of(names: tuple[str, ...]) -> str:

@@ -63,7 +63,7 @@ def blocks_figure(title: str, owners: Mapping[str, np.ndarray], views: list[View
 
 def _scatter(axes: Axes, view: View, owner_V: np.ndarray, workers: int) -> None:
     """Points in the colour of their block; the mean and the ellipse of one standard deviation of every block."""
-    few = np.random.default_rng(0).permutation(len(owner_V))[:_POINTS]
+    few = np.unique(np.linspace(0, len(owner_V) - 1, _POINTS).astype(int))  # not by chance: blocks may be dealt so too
     colours = np.array([worker_colour(worker) for worker in range(workers)])
     points, size = view.points_Vx2[few], float(np.clip(6000 / len(few), 4, 16))
     axes.scatter(points[:, 0], points[:, 1], s=size, c=colours[owner_V[few]], alpha=0.45, linewidths=0, rasterized=True)

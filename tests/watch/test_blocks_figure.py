@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from hetjax.plan.blocks import random_blocks
 from hetjax.watch.blocks_figure import View, blocks_figure, draw_blocks
 from hetjax.watch.colours import worker_colour
 from hetjax.watch.drawing import style
@@ -24,6 +25,16 @@ def test_a_picture_is_written_twice_the_same(tmp_path):
     draw_blocks(tmp_path, "blocks", "title", {"ours": owner, "chance": owner[::-1]}, views(40), shares)
     assert first[1].read_bytes() == before
     assert first[0].stat().st_size > 10_000
+
+
+def test_the_points_shown_of_many_are_of_all_blocks_however_they_were_dealt():
+    points = np.random.default_rng(1).normal(size=(20_000, 2))
+    shown = View("all", np.arange(20_000), points)
+    for owner in (random_blocks(np.zeros(20_000), [4, 2, 1, 1], seed=0).owner_D, np.repeat([0, 1, 2, 3], 5000)):
+        with style():
+            figure = blocks_figure("t", {"p": owner}, [shown], {"p": np.ones((4, 1), int)})
+        colours = np.unique(figure.axes[0].collections[0].get_facecolors(), axis=0, return_counts=True)[1]
+        np.testing.assert_allclose(np.sort(colours) / 2500, np.sort(np.bincount(owner)) / 20_000, atol=0.03)
 
 
 @pytest.mark.parametrize("classes", [1, 20, 200])
