@@ -116,6 +116,7 @@ class Neighbours:
         always = every == 1 and mixing.chance_R is None
         self.mix = self._compile(mixes=True)
         self.stay = self.mix if always else self._compile(mixes=False)
+        self._views = self.workers.copies(jax.tree.leaves(self.core[:2]))
 
     def _compile(self, mixes: bool) -> Any:
         program = jax.shard_map(
@@ -141,7 +142,7 @@ class Neighbours:
         tail = jax.lax.psum(layout.tail(sent), AXIS)
         finite = jnp.all(tail[-count * len(SLOTS) :].reshape(count, -1)[:, SLOTS.index("nonfinite")] == 0)
         params = self._mixed(core[0], active_R) if mixes else core[0]
-        total = tail[1]
+        total = tail[1]  # the weight of all samples, behind the loss
         moved = jax.lax.cond(
             finite & (total > 0),
             self._moved,
@@ -161,12 +162,12 @@ class Neighbours:
 
     def _mixed(self, params: Tree, active_R: jax.Array) -> Tree:
         """y = W x, by one sum if W is 1/N throughout, else by one exchange per round."""
+        widened = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))
         if self.mixing.everybody:
-            mean = lambda x: (x / len(self.workers)).astype(x.dtype)
-            return jax.tree.map(mean, jax.lax.psum(params, AXIS))
+            total = jax.lax.psum(jax.tree.map(widened, params), AXIS)
+            return jax.tree.map(lambda y, x: (y / len(self.workers)).astype(x.dtype), total, params)
         bundles, undo = _bundled(params)
-        wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in bundles]
-        mixed = wide
+        mixed = wide = [widened(x) for x in bundles]
         me = jax.lax.axis_index(AXIS)
         for r, pairs in enumerate(self.mixing.rounds):
 
@@ -193,6 +194,7 @@ class Neighbours:
         said = [np.array([*own, weight, *active_R], np.float32) for own, weight in zip(slots, each, strict=True)]
         run = self.mix if due and (self.mixing.everybody or active_R.any()) else self.stay
         self.core, self._tail = run(self.core, parts, self.workers.from_host(said))
+        self._views = self.workers.copies(jax.tree.leaves(self.core[:2]))  # while the devices are at it
         self.done += 1
 
     def state(self, step: int, cursor: int) -> State:
@@ -203,7 +205,7 @@ class Neighbours:
         return Report.read(self.layout, np.asarray(self._tail.addressable_data(0)), len(self.workers))
 
     def per_worker(self) -> list[list[jax.Array]]:
-        return self.workers.copies(jax.tree.leaves(self.core[:2]))
+        return self._views
 
     def on_mesh(self) -> Tree:
         return self.core[:2]
