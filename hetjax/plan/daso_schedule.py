@@ -15,6 +15,9 @@ At the end of an epoch, e of them done, of `total`:
 
 stable: for more than `patience` epochs the loss has not fallen below the best one by the fraction `stability`.
 
+On a slow link an exchange may take longer than the steps that the paper waits for it, and all would stand still for
+the rest. `needs` says how many steps it takes; it is then received as late as that, but before the next one is sent.
+
 `faithful` keeps two things of the published code: the step before a send never receives, so that at skip 2 the average
 comes a step late, and blending goes by the planned wait and not by the steps that have really passed. Its local
 skip, which lets the workers of one node diverge and then throws away all but one, is in neither form.
@@ -79,6 +82,7 @@ class Schedule:
     wait: int = 0
     at: int = 0  # steps done in this epoch
     sent: int | None = None  # the step that sent what is still pending
+    needs: int = 0  # steps that an exchange takes, as far as that is known
     plateau: Plateau = field(default_factory=Plateau)
 
     def __post_init__(self) -> None:
@@ -125,7 +129,7 @@ class Schedule:
         if not send:
             if self.faithful and (b + 1) % self.skip == 0:
                 return 0
-            if passed < self.wait:
+            if passed < max(self.wait, min(self.needs, self.skip - 1)):
                 return 0
         self.sent = None
         return min(passed, self.wait) if self.faithful else passed
@@ -162,4 +166,4 @@ class Schedule:
         self.plateau.bad = saved["bad"]
 
 
-_MOVING = ("epoch", "skip", "wait", "at", "sent")
+_MOVING = ("epoch", "skip", "wait", "at", "sent", "needs")

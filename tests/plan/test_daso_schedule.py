@@ -54,6 +54,16 @@ def test_steps_as_published(skip, wait, steps, expected):
     assert epoch(cycling(skip, wait, faithful=True), steps) == expected
 
 
+@pytest.mark.parametrize(
+    ("needs", "expected"),
+    [(1, "S R1 - - S R1 - - S SR1B"), (2, "S - R2 - S - R2 - S SR1B"), (9, "S - - R3 S - - R3 S SR1B")],
+)
+def test_a_slow_exchange_is_received_later(needs, expected):
+    schedule = cycling(4, 1)
+    schedule.needs = needs
+    assert epoch(schedule, 10) == expected
+
+
 def test_blocking_phases_sum_gradients():
     assert epoch(Schedule(warm_up=1), 3) == "G G G"
 

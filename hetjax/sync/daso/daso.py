@@ -31,7 +31,7 @@ from hetjax.sync.replicas import average
 
 log = logging.getLogger("hetjax")
 Tree = Any
-WIRES = ("bfloat16", "full")
+WIRES, WAITS = ("bfloat16", "full"), ("auto", "paper")
 
 
 class Daso:
@@ -44,6 +44,8 @@ class Daso:
     stability  how much of the loss has to be gained for training to count as moving on
     blend      'delta' or 'paper': what is done with an average that comes late (see blend.py)
     wire       'bfloat16': differences to the last mean travel in 16 bits; 'full': parameters as they are
+    wait       'auto': an exchange is received when it can have arrived, at the latest before the next; 'paper': after a
+               quarter of the skip, which on a slow link makes all stand still for the rest
     overlap    False: nodes wait for each other at every exchange, which is local SGD
     between    over several processes: 'balanced' (all nodes make the same steps, with samples in proportion to what
                they can do), 'equal', or 'steps' (the same samples a step, and steps in proportion to speed)
@@ -63,14 +65,16 @@ class Daso:
         stability: float = 0.05,
         blend: str | None = None,
         wire: str = "bfloat16",
+        wait: str | None = None,
         overlap: bool = True,
         between: str = "balanced",
         faithful: bool = False,
         wait_limit: float = 300.0,
         link: float | None = None,
     ):
-        blend = blend or ("paper" if faithful else "delta")
-        for what, value, known in (("blend", blend, BLENDS), ("wire", wire, WIRES), ("between", between, RULES)):
+        blend, wait = blend or ("paper" if faithful else "delta"), wait or ("paper" if faithful else "auto")
+        choices = ("blend", blend, BLENDS), ("wire", wire, WIRES), ("wait", wait, WAITS), ("between", between, RULES)
+        for what, value, known in choices:
             if value not in known:
                 raise ValueError(f"{what} is {value!r}: choose one of {', '.join(known)}.")
         self.nodes, self.warm_up, self.cool_down = nodes, warm_up, cool_down
@@ -80,7 +84,7 @@ class Daso:
             "overlap": overlap,
             "faithful": faithful,
         }
-        self.manner = Manner(blend, wire, faithful)
+        self.manner = Manner(blend, wire, wait, faithful)
         self.schedule = Schedule(**self._options)  # refuses nonsense at once
         self.between, self.wait_limit, self.link = between, wait_limit, link
         self.sharing: BetweenNodes | None = None  # over several processes

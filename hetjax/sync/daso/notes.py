@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, fields
+import math
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 
 import numpy as np
 
@@ -17,6 +19,7 @@ class Notes:
     steps: float = 0.0  # those of them with a valid timing,
     samples: float = 0.0  # the samples in these,
     seconds: float = 0.0  # and how long they took
+    carried: float = 0.0  # seconds that the last exchange it did not wait for was under way
     loss: float = 0.0  # sum over the epoch so far
     weight: float = 0.0
     stop: float = 0.0  # somebody asked for the end
@@ -44,7 +47,11 @@ class Notes:
         return cls(*(float(value) for value in row))
 
 
-SIZE = len(fields(Notes))
+def steps_under_way(said_N: Sequence[Notes]) -> int:
+    """How many steps of the fastest node an exchange takes; 0 if that is not known."""
+    times = [notes.seconds / notes.steps for notes in said_N if notes.steps]
+    carried = sum(notes.carried for notes in said_N) / len(said_N)
+    return math.ceil(carried / min(times)) if times and min(times) > 0 else 0
 
 
 def as_words(row: np.ndarray) -> np.ndarray:

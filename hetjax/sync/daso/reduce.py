@@ -23,17 +23,18 @@ from hetjax.sync.daso.blend import ALL_OF_IT, Terms, receives_first, terms
 from hetjax.sync.daso.exchange import Arrived, Exchange, Flight
 from hetjax.sync.daso.mean import NODE, Leaves
 from hetjax.sync.daso.node import Node, averaged
-from hetjax.sync.daso.notes import Notes, as_words, from_words
+from hetjax.sync.daso.notes import Notes, as_words, from_words, steps_under_way
 
 Tree = Any
 
 
 @dataclass(frozen=True)
 class Manner:
-    """How nodes agree: what is done with a late average, what travels, and whether all nodes count alike."""
+    """How nodes agree: what is done with a late average, what travels, when it is due, and whether as published."""
 
     blend: str = "delta"
     wire: str = "bfloat16"
+    wait: str = "auto"
     faithful: bool = False
 
 
@@ -165,10 +166,15 @@ class Nodes:
         waited = time.perf_counter() - asked
         sent, beside = (self.steps, 0) if pending is None else (pending.since, pending.beside)
         self.journal.append(Entry(sent, self.steps, beside, arrived.seconds, waited))
+        if sent < self.steps:
+            for notes in self._notes_n:
+                notes.carried = arrived.seconds
         self._told = [Notes.of(row) for row in arrived.table]
         if self.sharing is not None:
             columns = np.array([[notes.steps, notes.samples, notes.seconds] for notes in self._told]).T
             self.sharing.observe(*columns)
+        if self.manner.wait == "auto":
+            self.schedule.needs = steps_under_way(self._told) or self.schedule.needs
         odd = [j for j, notes in enumerate(self._told) if notes.checksum != self._told[0].checksum]
         if odd:
             raise RuntimeError(

@@ -21,7 +21,7 @@ from hetjax import Simulation, Trainer, checkpoint  # noqa: E402
 from hetjax.run.simulate import constant  # noqa: E402
 from hetjax.sync.daso import Daso  # noqa: E402
 
-OPTIONS = {"warm_up": 1, "cool_down": 1, "stability": 0.9, "max_skip": 4, "wire": "full"}
+OPTIONS = {"warm_up": 1, "cool_down": 1, "stability": 0.9, "max_skip": 4, "wire": "full", "wait": "paper"}
 EPOCHS, WORKERS = 6, len(jax.local_devices()) - 1  # a device carries the exchanges
 BYTES = 15 * 2  # of the network's parameters, in 16 bits, between two nodes
 
