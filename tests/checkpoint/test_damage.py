@@ -152,6 +152,7 @@ def test_an_error_of_the_disk_is_raised_in_the_next_step_or_at_the_end(tmp_path,
     assert newest(tmp_path) == 2
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Orbax, whose writes break off
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
 def test_a_full_disk(tmp_path):
     disk = tmp_path / "disk"
