@@ -11,7 +11,7 @@ DIR/step_00000120/ holds `arrays/` (parameters, optimiser, model state, average 
 """
 
 from hetjax.checkpoint.folder import Damaged, latest
-from hetjax.checkpoint.restore import Found, restore, restore_latest
+from hetjax.checkpoint.resume import Found, restore, restore_latest
 from hetjax.checkpoint.saver import Saver, save
 
 __all__ = ["Damaged", "Found", "Saver", "latest", "restore", "restore_latest", "save"]

@@ -6,7 +6,7 @@ import pytest
 from fake_trainer import FakeTrainer
 
 from hetjax import checkpoint
-from hetjax.checkpoint import restore as restoring
+from hetjax.checkpoint import resume
 from hetjax.run.update import State
 
 
@@ -20,7 +20,7 @@ def as_process(monkeypatch):
         monkeypatch.setattr(jax, "process_count", lambda: 2)
         monkeypatch.setattr(jax, "process_index", lambda: process)
         take = lambda content: sent.append(content) or content if process == 0 else next(received)
-        monkeypatch.setattr(restoring, "from_first", take)
+        monkeypatch.setattr(resume, "from_first", take)
 
     return be
 
