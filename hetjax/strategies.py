@@ -194,12 +194,11 @@ def _check(chosen: Strategy) -> None:
             f"The controller {chosen.controller!r} weighs the workers' gradients in its published form, and the sync "
             "'daso' counts all samples alike. Use the controller balanced or equal."
         )
-    if chosen.partition == "submodular":
-        if chosen.controller not in ("equal", "static"):
-            raise ValueError(
-                f"The partition 'submodular' gives every worker its samples for good, as many as its rate says, and "
-                f"the controller {chosen.controller!r} would change their number. Use the controller static."
-            )
+    if chosen.partition == "submodular" and chosen.controller not in ("equal", "static"):
+        raise ValueError(
+            f"The partition 'submodular' gives every worker its samples for good, as many as its rate says, and the "
+            f"controller {chosen.controller!r} would change their number. Use the controller static."
+        )
 
 
 def _one_of(names: tuple[str, ...]) -> str:
