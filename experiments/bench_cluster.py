@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -161,6 +162,7 @@ def main(
         "swap_every": swap_every,
         "solo_s": 1.0 if quick else 6.0,
     }
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # control groups are removed on the way out
     console = Console()
     heard = run_cluster(orders, limit=3600)
     solos = np.array([message["solo"] for message in heard if "solo" in message])
