@@ -135,7 +135,7 @@ def run_once(orders: dict[str, Any], where: Places, unequal: bool, limit: float)
             who = {variables.COORDINATOR: where.coordinator, variables.PROCESSES: str(where.nodes)}
             devices = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}  # one computes, one carries the exchanges
             process = subprocess.Popen(
-                [*where.inside(j), *becomes, sys.executable, str(NODE), json.dumps(orders)],
+                [*becomes, *where.inside(j), sys.executable, str(NODE), json.dumps(orders)],
                 env={**os.environ, **who, variables.PROCESS: str(j), **devices},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -160,12 +160,15 @@ def _result(processes: list[subprocess.Popen[str]], limit: float) -> dict[str, A
         if any(process.poll() for process in processes) or time.monotonic() > deadline:
             break
         time.sleep(0.05)
-    for j, process in enumerate(processes):
-        if process.poll() != 0:
-            _end(process)
-            readers[j].join(5)
-            why = "had not ended in time" if process.poll() in (None, -9) else f"ended with code {process.poll()}"
-            raise RuntimeError(f"Node {j} {why}. Its last words:\n{''.join(heard[j][-15:])}")
+    failed = [j for j, process in enumerate(processes) if process.poll()] or [
+        j for j, process in enumerate(processes) if process.poll() is None
+    ]
+    for j in failed:
+        code = processes[j].poll()
+        _end(processes[j])
+        readers[j].join(5)
+        why = f"had not ended after {limit:.0f} s" if code is None else f"ended with code {code}"
+        raise RuntimeError(f"Node {j} {why}. Its last words:\n{''.join(heard[j][-15:])}")
     for reader in readers:
         reader.join(5)
     return json.loads(next(line for line in heard[0] if line.startswith("result ")).removeprefix("result "))

@@ -20,6 +20,7 @@ import optax  # noqa: E402
 
 from hetjax.data import load  # noqa: E402
 from hetjax.data.synthetic import synthetic_source  # noqa: E402
+from hetjax.devices import devices_of_all  # noqa: E402
 from hetjax.models.losses import classification  # noqa: E402
 from hetjax.run.contract import Example  # noqa: E402
 from hetjax.sync.allreduce import AllReduce  # noqa: E402
@@ -70,14 +71,13 @@ def test_of(params: Any, test: dict[str, np.ndarray]) -> dict[str, float]:
 def main(orders: dict[str, Any]) -> None:
     train, test = data(orders["dataset"], orders["samples"], orders["tested"])
     samples, seed, sync = len(train["label"]), orders["seed"], sync_of(orders)
-    devices = [d for d in sorted(jax.devices(), key=lambda d: (d.process_index, d.id)) if d.local_hardware_id == 0]
     trainer = Trainer(
         loss_fn,
         optax.adam(orders["rate"]),
         batch_size=orders["batch"],
         controller="balanced",
         sync=sync,
-        devices=devices,
+        devices=devices_of_all(1),  # the other one carries the exchanges
         seed=seed,
         rungs=[8, 32, 128, 256],
     )
