@@ -129,7 +129,7 @@ class Chunked:
 
         Returned are those of kinds that this process has none of.
         """
-        have = {kind: sorted(ladder.programs) for kind, ladder in self.ladders.items()}
+        have = {kind: sorted(map(int, ladder.programs)) for kind, ladder in self.ladders.items()}
         said = gather(have)
         me = jax.process_index() if len(said) > 1 else 0
         mine = {kind: rungs for kind, (owner, rungs) in common_rungs(said).items() if owner == me}
