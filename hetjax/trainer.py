@@ -298,8 +298,9 @@ class Trainer:
                     f"The run was begun with {name}={saved[name]} and cannot go on with {mine}: its steps would be "
                     "other ones. Resume with the same, or start a new run."
                 )
-        if saved["controller"].get("controller") == self.controller.name:  # another one starts with what it sees
-            self.controller.load_state_dict(saved["controller"])
+        others = isinstance(self.sync, PlansByNode) and jax.process_index() > 0  # what was saved is about the first node
+        if saved["controller"].get("controller") == self.controller.name and not others:
+            self.controller.load_state_dict(saved["controller"])  # another one starts with what it sees
         self._sampler, self._order = None, saved["order"]
         if saved["sync"]["name"] == self.sync.name:
             self.sync.load_state_dict(saved["sync"]["state"])
