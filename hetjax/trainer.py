@@ -298,7 +298,7 @@ class Trainer:
                     f"The run was begun with {name}={saved[name]} and cannot go on with {mine}: its steps would be "
                     "other ones. Resume with the same, or start a new run."
                 )
-        others = isinstance(self.sync, PlansByNode) and jax.process_index() > 0  # what was saved is about the first node
+        others = isinstance(self.sync, PlansByNode) and jax.process_index() > 0  # it is about the first node's workers
         if saved["controller"].get("controller") == self.controller.name and not others:
             self.controller.load_state_dict(saved["controller"])  # another one starts with what it sees
         self._sampler, self._order = None, saved["order"]

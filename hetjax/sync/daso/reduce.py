@@ -92,6 +92,7 @@ class Nodes:
         self._short = manner.wire == "bfloat16"
         self._mean: Leaves | None = None  # the last one that all nodes know, where differences to it travel
         self._told: list[Notes] | None = None  # what all nodes said, where that arrived with the last step
+        self._asked_to_stop = self._asked_to_save = False  # what one of them wished, in any exchange of the last step
         self._reports_n: list[Report] | None = None  # of the last step
         self._scalars: jax.Array | None = None  # of all nodes in the last step, where their gradients were summed
         self._loss: Report | None = None  # the last one of a step with samples
@@ -108,6 +109,7 @@ class Nodes:
             self._pending.beside += 1
         totals_n = [node.add(laps[part], slots[part]) for node, part in zip(self.nodes, self._slices, strict=True)]
         self._told = self._reports_n = self._scalars = None
+        self._asked_to_stop = self._asked_to_save = False
         last, cycling = at.end == self.samples, self.schedule.skip > 0
         act = self.schedule.step(last)
         if act.gradients:
@@ -170,6 +172,8 @@ class Nodes:
             for notes in self._notes_n:
                 notes.carried = arrived.seconds
         self._told = [Notes.of(row) for row in arrived.table]
+        self._asked_to_stop |= any(notes.stop for notes in self._told)
+        self._asked_to_save |= any(notes.save for notes in self._told)
         if self.sharing is not None:
             columns = np.array([[notes.steps, notes.samples, notes.seconds] for notes in self._told]).T
             self.sharing.observe(*columns)
@@ -231,8 +235,7 @@ class Nodes:
         scalars = own if self._scalars is None else np.asarray(self._scalars.addressable_data(0))
         report = Report.read(self.layout, np.concatenate([scalars, *(tail[cut:] for tail in tails)]), len(self.workers))
         if self.exchange.nodes > len(reports_n):  # what others have to follow takes effect when all know of it
-            told = self._told or []
-            report = replace(report, stop=any(n.stop for n in told), save=any(n.save for n in told))
+            report = replace(report, stop=self._asked_to_stop, save=self._asked_to_save)
         if report.weight or report.nonfinite_W.any():
             self._loss = report
         elif self._loss is not None:  # a node that sat this step out
