@@ -17,6 +17,11 @@ from hetjax.checkpoint.snapshot import Snapshot
 _RUN, _ARRAYS = "run.json", "arrays"
 
 
+def load() -> None:
+    """Import what saving needs: that takes a while, and is better done before the first step."""
+    import orbax.checkpoint  # noqa: F401
+
+
 def fill(folder: Path, snapshot: Snapshot) -> None:
     stored = {_name(place): array for place, array in enumerate(snapshot.arrays) if array.size}
     with _orbax() as writer:

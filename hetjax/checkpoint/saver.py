@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import jax
 
-from hetjax.checkpoint.contents import fill
+from hetjax.checkpoint.contents import fill, load
 from hetjax.checkpoint.folder import prepare, write
 from hetjax.checkpoint.snapshot import Snapshot, take
 from hetjax.history import History, Record
@@ -77,6 +77,7 @@ class Saver:
         self._failure: Exception | None = None
         if jax.process_index() == 0:
             prepare(self.folder)
+            load()
 
     def __call__(self, record: Record, state: State) -> None:
         if self._writing is not None and not self._writing.is_alive():

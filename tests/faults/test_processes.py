@@ -11,6 +11,8 @@ from following import DETECTED, Run, until
 from sample_log import check_samples
 from tiny_problem import SAMPLES, trainer_for
 
+from hetjax.checkpoint import latest
+
 PROGRAM = Path(__file__).with_name("program.py")
 
 
@@ -64,10 +66,14 @@ def test_elastic_on_the_survivors_of_a_killed_and_a_stopped_process(place):
         place, "--processes", 3, "--elastic", "--silent-limit", 4, "--grace", 1, "--",
         PROGRAM, place.folder / "run", steps, "--save-seconds", 0.05,
     )  # fmt: skip
+    folder = place.folder / "run" / "checkpoints"
     run.wait_for_rows(int(rng.integers(5, 40)))
+    until(lambda: latest(folder) is not None, "a checkpoint of three workers")
     assert run.strike(0, signal.SIGKILL) < DETECTED
     until(lambda: run.heard("starts again with 2 processes") == 1, "a new start")
+    before = latest(folder)
     run.wait_for_rows(len(run.rows()) + int(rng.integers(5, 40)))
+    until(lambda: latest(folder) != before, "a checkpoint of two workers")
     assert run.strike(1, signal.SIGSTOP) < DETECTED
     assert run.end() == 0, run.said
     assert run.heard("has been stopped (SIGSTOP or a debugger)") + run.heard("gave no sign of life") == 1
@@ -79,7 +85,7 @@ def test_elastic_on_the_survivors_of_a_killed_and_a_stopped_process(place):
 
 def test_a_state_spread_over_processes_is_saved_and_restored(place):
     """Decentralised workers each hold parameters of their own: all processes take part in a checkpoint."""
-    steps, options = 60, ("--sync", "decentralised", "--controller", "equal", "--save-seconds", 0.05)
+    steps, options = 150, ("--sync", "decentralised", "--controller", "equal", "--save-seconds", 0.2)
     whole = losses_of_one_worker(steps, workers=2, sync="decentralised")
     flags = ["--processes", 2, "--", PROGRAM, place.folder / "run", steps, *options]
     run = launch(place, *flags)
