@@ -8,7 +8,8 @@ workers stays in every step: loss, metrics and timings, which the plans need.
 
 Under a doubly stochastic W the mean of the x_i follows the plain mean of what the workers add, so a worker's share of
 the batch has to be in its gradient: its mean gradient is taken N b_i / B times. `faithful` keeps the plain means of the
-published method, which is biased where batches are unequal.
+published method, which is biased where batches are unequal. The price: the rate has to suit the worker with the largest
+batch, whose steps are N b_i / B times as long.
 """
 
 from __future__ import annotations
