@@ -12,6 +12,8 @@ import train
 import train_config
 
 from hetjax.__main__ import main as hetjax_main
+from hetjax.launch import launcher
+from hetjax.launch import options as launch_flags
 from hetjax.strategies import PRESETS
 
 ROOT = Path(__file__).parents[1]
@@ -69,6 +71,40 @@ def test_the_other_commands(tmp_path, monkeypatch, capsys):
         else:
             assert flags == ["--resume"]
     assert "python -m hetjax check" in COMMANDS  # run in tests/watch/test_commands.py
+
+
+def test_the_launcher_commands(tmp_path, monkeypatch):
+    """All are understood; the one with restarts is run, shortened."""
+    started = []
+    monkeypatch.setattr(launcher, "launch", lambda options, program: started.append((options, program)) or 0)
+    monkeypatch.chdir(ROOT)
+    commands = [shlex.split(c) for c in COMMANDS if c.startswith("python -m hetjax launch")]
+    for command in commands:
+        assert hetjax_main(command[3:]) == 0
+    for options, program in started:
+        launch_flags.check(options)
+        assert launch_flags.command_of(program)[0] == sys.executable
+        train.read_config(program[1:])
+    (quotas,) = [options for options, _ in started if options.quotas]
+    assert launch_flags.quotas_of(quotas) == (0.8, 0.4, 0.2, 0.2)
+    assert [d.cores_P for d in launch_flags.disturbances_of(quotas)] == [(0.2, 0.4, 0.2, 0.8)]
+    (command,) = [command for command in commands if "--elastic" in command]
+    code, told = run(sys.executable, *command[1:], *SHORT[:-1], tmp_path / "run", cwd=ROOT)
+    assert code == 0, told
+    assert "[0] balanced: 2 workers" in told
+    assert "test accuracy" in told
+
+
+def test_the_commands_for_clusters():
+    """What they set is understood; Open MPI and Slurm's variables are tried in tests/run/test_distributed.py."""
+    lines = [shlex.split(c) for c in COMMANDS if c.startswith(("srun", "mpirun", "ssh"))]
+    assert [line[0] for line in lines] == ["srun", "mpirun", "ssh", "ssh"]
+    for line in lines:
+        place = next(i for i, word in enumerate(line) if word.endswith("train.py"))
+        config = train.read_config(line[place + 1 :])
+        if line[0] == "ssh":
+            assert config.processes.coordinator == "host0:29500"
+            assert (config.processes.processes, line[1]) == (2, f"host{config.processes.process}")
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("pip")])
