@@ -8,82 +8,42 @@ All see the same samples in the same order with the same learning rate. Told are
 worker, updates and their share per worker, and the seconds and samples until the loss over the whole training set is
 below a target (medians of the seeds). The evaluation runs beside the training and is not charged. Some ten minutes.
 
-Equal counts are the same training as balanced ones, only slower (tests of hetjax see to that). So only some of their
-steps are run, to time them, and their time to the target is the balanced run's number of steps at that speed.
+A balanced run first takes two steps of equal counts, to time them. They are taken before and not charged, as in a
+longer training they would not count. Equal counts are the same training as balanced ones, only slower (tests of hetjax
+see to that). So only some of their steps are run, and their time to the target is the balanced run's number of steps at
+that speed.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
-
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=3")
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
+from async_problems import Problem, digits, loss_fn, sparse
+from async_speed_up import speed_up
 from rich.console import Console
 from rich.table import Table
 
-from hetjax import Simulation, Trainer
-from hetjax.data import MemorySource, digits_source
+from hetjax import Simulation, Trainer, fake_devices
+from hetjax.data import MemorySource
 from hetjax.history import History
+from hetjax.plan import controllers
 from hetjax.run.simulate import constant
 from hetjax.sync import AdaptiveHogbatch, AdaptiveSgd, Hogbatch
 
 SYNCS = ("equal", "balanced", "hogbatch", "adaptive-hogbatch", "adaptive-sgd")
 RATIOS = ("1:4", "1:16", "1:64")
 BATCH, SMALLEST, LARGEST = 256, 16, 256
-PHASE = 0.1  # seconds of the shortest phase: some 50 times what lies between two phases
+PHASE = 0.12  # seconds of the shortest phase: some 60 times what lies between two phases
 EQUAL_STEPS = 4
 MOST_SAMPLES = 40_000  # a run that is not there by then has failed
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Data, the widths of an MLP, and what to reach with which learning rate."""
-
-    rows: dict[str, np.ndarray]
-    widths: tuple[int, ...]
-    rate: float
-    target: float
-
-    def params(self, seed: int) -> list[dict[str, jax.Array]]:
-        keys = jax.random.split(jax.random.key(seed), len(self.widths) - 1)
-        pairs = zip(keys, self.widths[:-1], self.widths[1:], strict=True)
-        return [{"w": jax.random.normal(k, (a, b)) * (2 / a) ** 0.5, "b": jnp.zeros(b)} for k, a, b in pairs]
-
-
-def loss_fn(params: list[dict[str, jax.Array]], batch: dict[str, jax.Array], keys: jax.Array) -> jax.Array:
-    x = batch["x"]
-    for layer in params[:-1]:
-        x = jax.nn.relu(x @ layer["w"] + layer["b"])
-    return optax.softmax_cross_entropy_with_integer_labels(x @ params[-1]["w"] + params[-1]["b"], batch["y"])
-
-
-def digits() -> Problem:
-    source = digits_source("train")
-    batch = source.rows(np.arange(len(source)))
-    rows = {"x": batch["image"].reshape(len(source), -1), "y": batch["label"]}
-    return Problem(rows, (64, 32, 10), rate=0.4, target=0.6)
-
-
-def sparse(samples: int = 4096, features: int = 512, seed: int = 0) -> Problem:
-    """Like text: some 2% of the features are there, common ones more often, and few of them matter."""
-    rng = np.random.default_rng(seed)
-    often = np.clip(0.3 / np.arange(1, features + 1) ** 0.7, 0, 0.5)
-    x = (rng.random((samples, features)) < often) * rng.lognormal(0, 0.3, (samples, features))
-    score = x @ (rng.normal(size=features) * (rng.random(features) < 0.3))
-    y = (score + 0.1 * rng.normal(size=samples) > 0).astype(np.int32)
-    return Problem({"x": x.astype(np.float32), "y": y}, (features, 16, 2), rate=1.0, target=0.6)
 
 
 class ToTarget:
@@ -158,6 +118,9 @@ def bench(problem: Problem, ratios: list[str], seeds: int, say: Callable[[str], 
             for ratio in ratios:
                 speed = float(ratio.partition(":")[2])
                 simulation.trace, simulation.row_time = constant([1.0, speed]), row_time(speed)
+                if sync == "balanced":
+                    trainer.controller = controllers.make(sync)
+                    trainer.fit(trainer.init(problem.params(0)), source, steps=EQUAL_STEPS)
                 for seed in range(seeds if sync != "equal" else 1):
                     simulation.phases = simulation.overruns = 0
                     trainer.seed = seed
@@ -198,7 +161,7 @@ def summed(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def table(name: str, found: dict[str, dict[str, Any]], console: Console) -> None:
     shown = Table(title=f"{name}: to the target", title_justify="left", box=None, padding=(0, 2), pad_edge=False)
-    for column in ("speeds", "sync", "busy", "seconds", "samples", "updates", "CPU-like"):
+    for column in ("speeds", "sync", "busy", "seconds", "samples", "updates", "CPU's"):
         shown.add_column(column, justify="left" if column in ("speeds", "sync") else "right", no_wrap=True)
     for ratio, of in found.items():
         for sync, figures in of.items():
@@ -213,7 +176,7 @@ def table(name: str, found: dict[str, dict[str, Any]], console: Console) -> None
                 "all" if sync in SYNCS[:2] else f"{figures['update_share'][0]:.0%}",
             )
     console.print(shown)
-    console.print("busy: of the less busy worker; CPU-like: its share of the updates.", highlight=False)
+    console.print("busy: of the less busy worker; CPU's: share of the updates by the CPU-like one.", highlight=False)
     for ratio, of in found.items():
         console.print(verdict(ratio, of), soft_wrap=True, highlight=False)
 
@@ -235,38 +198,6 @@ def verdict(ratio: str, of: dict[str, Any]) -> str:
     return f"{ratio}: {best} is the better choice: balanced synchronous training needs {both} ({gain:.2f} of that)."
 
 
-# -- do the threads run in parallel? --
-
-
-def speed_up(simulated: bool) -> float:
-    """Samples per second of two equal workers over one's; with real speeds each program has one core."""
-    rates = []
-    rng = np.random.default_rng(0)
-    wide = (64, 32, 10) if simulated else (512, 768, 768, 10)
-    rows = {"x": rng.normal(size=(2048, wide[0])).astype(np.float32), "y": rng.integers(0, 10, 2048).astype(np.int32)}
-    problem = Problem(rows, wide, 0.01, 0.0)
-    for workers in (1, 2):
-        speeds = Simulation(constant([1.0] * workers), row_time=1e-3) if simulated else None
-        with Trainer(
-            loss_fn, optax.sgd(0.01), batch_size=128, devices=jax.devices()[:workers], speeds=speeds,
-            sync=Hogbatch(batches=128, smallest=128),
-        ) as trainer:  # fmt: skip
-            _, history = trainer.fit(trainer.init(problem.params(0)), MemorySource(rows), epochs=2 * workers)
-        rates.append(history.samples_per_s(skip=2))
-    return rates[1] / rates[0]
-
-
-def real_speed_up() -> float:
-    """In a process of its own, where XLA was told to use one core for each program."""
-    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_cpu_multi_thread_eigen=false"}
-    code = "import bench_async; print(bench_async.speed_up(simulated=False))"
-    here = Path(__file__).resolve().parent
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=here, env=env, capture_output=True, text=True, timeout=300, check=True
-    )
-    return float(done.stdout.split()[-1])
-
-
 def main(
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
     seeds: int = 3,
@@ -282,6 +213,7 @@ def main(
         ratios: of the two workers' speeds.
         quick: a smoke test of under a minute: one ratio, one seed, the digits only.
     """
+    fake_devices(3)  # two workers, and one for evaluations
     console, progress = Console(), Console(stderr=True)
     say = lambda text: progress.print(text, highlight=False)
     if quick:
@@ -296,8 +228,9 @@ def main(
                 found[ratio][sync]["sparse"] = figures
     if json_file is not None:
         json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    simulated = f"Two equal workers against one: {speed_up(True):.2f} times the samples/s with simulated speeds"
-    console.print(f"{simulated}." if quick else f"{simulated}, {real_speed_up():.2f} times with real ones.")
+    said = f"Two equal workers against one: {speed_up(True):.2f} times the samples/s with simulated speeds"
+    said += "." if quick else f", {speed_up(False):.2f} times with real ones, a core each."
+    console.print(said, soft_wrap=True, highlight=False)
 
 
 if __name__ == "__main__":

@@ -139,12 +139,12 @@ def train(
     total_steps = steps or -(-len(task.train) // config.data.batch_size) * epochs
     trainer = Trainer(
         task.model.loss_fn,
-        train_setup.optimizer(config, total_steps),
+        train_setup.optimizer(config, total_steps, scheduled=not strategy.asynchronous),
         eval_fn=task.model.eval_fn,
         batch_size=config.data.batch_size,
         controller=strategy.make_controller(),
         partition=train_blocks.partition_of(config, strategy, task, devices, simulation, folder, console),
-        sync=strategy.make_sync(),
+        sync=train_setup.make_sync(config, strategy, total_steps),
         engine=strategy.engine,
         devices=devices,
         speeds=simulation,
@@ -183,7 +183,8 @@ def train(
                     state, history = trainer.fit(state, task.train, hooks=hooks, **length)
                 except NonFiniteError as error:
                     raise NonFiniteError(f"{error} {train_output.last_checkpoint(folder / CHECKPOINTS)}") from error
-                saver.save(history.records[-1], state)
+                if history.records:  # a run without a barrier may be stopped before anything is finished
+                    saver.save(history.records[-1], state)
                 saver.close()
             if left(state) > 0:
                 tracker.close()

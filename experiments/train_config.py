@@ -122,13 +122,29 @@ class Method:
     every: Annotated[str | None, _shown("STEPS|epoch")] = None
     """when the published laws act; each preset has its paper's cadence"""
     faithful: bool = False
-    """as published, biases included: gradients weighed (dp, edp, dbs, decentralised)"""
+    """as published, biases included: gradients weighed (dp, edp, dbs, decentralised), rates (hogbatch family)"""
     mix_every: Whole = None
     """decentralised: steps from one mixing of the parameters to the next (1; rcd-sgd: 2)"""
     topology: Annotated[str | None, _shown("ring|complete|FILE")] = None
     """decentralised: who mixes with whom; FILE (.json or .npy) holds the doubly stochastic matrix, row by row"""
     matcha_budget: Number = None
     """decentralised: MATCHA, with this share of the topology's links used on average, e.g. 0.5"""
+
+
+@dataclass(frozen=True)
+class Asynchronous:
+    """the syncs without a barrier: hogbatch, adaptive-hogbatch, adaptive-sgd"""
+
+    batches: Annotated[str | None, _shown("N[,N...]")] = None
+    """first batch of each worker; unless told CPUs start small and GPUs large, like devices by their speed"""
+    smallest_batch: Annotated[str | None, _shown("N[,N...]")] = None
+    """least that a batch may become; a sixteenth of the largest, which is --capacity"""
+    staleness_bound: Whole = None
+    """hogbatch, adaptive-hogbatch: most updates of others between reading the model and one's own"""
+    mega_batch: Whole = None
+    """adaptive-sgd: samples from one merge of the replicas to the next; 8 times --batch-size"""
+    replay: Annotated[int | None, _shown("SEED")] = None
+    """no threads, but a virtual clock with the interleaving of this seed: the same run every time"""
 
 
 @dataclass(frozen=True)
@@ -192,6 +208,7 @@ class Config:
     optimiser: Optimiser = field(default_factory=Optimiser)
     workers: Workers = field(default_factory=Workers)
     method: Method = field(default_factory=Method)
+    asynchronous: Asynchronous = field(default_factory=Asynchronous)
     submodular: Submodular = field(default_factory=Submodular)
     processes: Processes = field(default_factory=Processes)
     output: Output = field(default_factory=Output)

@@ -78,7 +78,7 @@ def summary(name: str, strategy: Strategy, folder: Path, history: History, teste
     return {
         "strategy": name,
         **last,
-        "controller": strategy.controller,
+        "controller": "none" if strategy.asynchronous else strategy.controller,
         "partition": strategy.partition,
         "sync": strategy.sync,
         "steps": run.steps,
@@ -102,7 +102,7 @@ def last_checkpoint(folder: Path) -> str:
 def show_table(summaries: list[tuple[str, dict[str, Any]]], console: Console) -> None:
     table = Table(box=None, padding=(0, 2), pad_edge=False, header_style="bold")
     for column in ("", "samples/s", "ideal", "efficiency", "test accuracy", "seconds"):
-        table.add_column(column, justify="right" if column else "left")
+        table.add_column(column, justify="right" if column else "left", no_wrap=not column)
     for name, summary in summaries:
         ideal, efficiency = summary["ideal_samples_per_s"], summary["efficiency"]
         table.add_row(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,6 +14,8 @@ from train_config import Config
 from hetjax.devices import devices_of_all, fake_devices, said_by_environment
 from hetjax.run.simulate import Simulation, constant
 from hetjax.run.trace_file import read_trace
+from hetjax.strategies import Strategy
+from hetjax.sync import AnySync
 from hetjax.task import Task, make_task
 
 DEFAULT_EPOCHS = 24
@@ -70,10 +74,11 @@ def duration(config: Config) -> tuple[int | None, int]:
     return steps, epochs or DEFAULT_EPOCHS
 
 
-def optimizer(config: Config, steps: int) -> optax.GradientTransformation:
+def optimizer(config: Config, steps: int, *, scheduled: bool = True) -> optax.GradientTransformation:
+    """`scheduled`: not for a sync that follows the schedule by itself (see `schedule`)."""
     asked, rate = config.optimiser, learning_rate(config)
     schedule: Any = rate
-    if asked.schedule == "cosine":
+    if asked.schedule == "cosine" and scheduled:
         schedule = optax.warmup_cosine_decay_schedule(0.0, rate, max(1, steps // 10), max(2, steps))
     make = {
         "adamw": lambda: optax.adamw(schedule, weight_decay=asked.weight_decay),
@@ -84,11 +89,33 @@ def optimizer(config: Config, steps: int) -> optax.GradientTransformation:
     return make() if asked.clip is None else optax.chain(optax.clip_by_global_norm(asked.clip), make())
 
 
+def schedule(config: Config, steps: int) -> Callable[[float], float] | None:
+    """The optimiser's schedule as a factor on the rate by step, for syncs whose updates are no steps."""
+    if config.optimiser.schedule == "constant":
+        return None
+    rise, end = max(1, steps // 10), max(2, steps)
+
+    def factor(step: float) -> float:
+        if step < rise:
+            return step / rise
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - rise) / max(1, end - rise))))
+
+    return factor
+
+
+def make_sync(config: Config, strategy: Strategy, steps: int) -> AnySync:
+    return strategy.make_sync(schedule=schedule(config, steps)) if strategy.asynchronous else strategy.make_sync()
+
+
 def method(config: Config) -> dict[str, Any]:
     asked = config.method
     every = asked.every if asked.every in (None, "epoch") else whole_numbers("--every", asked.every)[0]
     axes = {axis: getattr(asked, axis) for axis in ("controller", "partition", "sync", "engine", "faithful")}
     options = {name: getattr(asked, name) for name in ("mix_every", "topology", "matcha_budget")}
+    alone = config.asynchronous
+    options |= {name: getattr(alone, name) for name in ("staleness_bound", "mega_batch", "replay")}
+    options["batches"] = whole_numbers("--batches", alone.batches)
+    options["smallest"] = whole_numbers("--smallest-batch", alone.smallest_batch)
     return {"preset": asked.strategy, "every": every, "sync_options": options, **axes}
 
 

@@ -174,16 +174,6 @@ def _check(chosen: Strategy) -> None:
                 f"{chosen.controller!r} changes the counts between, or waits for timings of exactly its own. Use "
                 f"partition 'global', or one of the controllers equal, {', '.join(_WEIGHING)} acting once an epoch."
             )
-    if chosen.asynchronous and chosen.partition != "global":
-        raise ValueError(
-            f"With the sync {chosen.sync!r} whoever is free takes the next samples, and the partition "
-            f"{chosen.partition!r} gives every worker its own. Use partition 'global'."
-        )
-    if chosen.asynchronous and chosen.engine not in ("auto", "chunked"):
-        raise ValueError(
-            f"With the sync {chosen.sync!r} every worker runs alone, and the engine {chosen.engine!r} is one program "
-            "over all of them. Use the engine chunked."
-        )
     if chosen.sync == "daso" and chosen.partition != "global":
         raise ValueError(
             f"Nodes of the sync 'daso' take parts of the global order, each its own; the partition "
@@ -198,6 +188,16 @@ def _check(chosen: Strategy) -> None:
         raise ValueError(
             f"The partition 'submodular' gives every worker its samples for good, as many as its rate says, and the "
             f"controller {chosen.controller!r} would change their number. Use the controller static."
+        )
+    if chosen.asynchronous and chosen.partition != "global":
+        raise ValueError(
+            f"With the sync {chosen.sync!r} whoever is free takes the next samples, and the partition "
+            f"{chosen.partition!r} gives every worker its own. Use partition 'global'."
+        )
+    if chosen.asynchronous and chosen.engine not in ("auto", "chunked"):
+        raise ValueError(
+            f"With the sync {chosen.sync!r} every worker runs alone, and the engine {chosen.engine!r} is one program "
+            "over all of them. Use the engine chunked."
         )
 
 

@@ -68,6 +68,8 @@ def test_the_other_commands(tmp_path, monkeypatch, capsys):
         elif flags[0] == "--strategy":
             assert flags[2] == "--epochs"
             assert train.main([*flags[:2], *SHORT]) == 0
+        elif flags[0] == "--sync":
+            assert train.main([*flags, *SHORT]) == 0
         else:
             assert flags == ["--resume"]
     assert "python -m hetjax check" in COMMANDS  # run in tests/watch/test_commands.py
@@ -131,8 +133,9 @@ def test_the_library_example_runs(capsys):
 
 
 def test_the_table_names_the_strategies_that_there_are():
-    rows = re.findall(r"^\| `(\w+)` \| (\w+) \| (\w+) \| (.*) \|$", README, re.MULTILINE)
-    assert rows == [(name, s.controller, s.partition, s.idea) for name, s in PRESETS.items()]
+    rows = re.findall(r"^\| `([\w-]+)` \| (\w+) \| (\w+) \| ([\w-]+) \| (.*) \|$", README, re.MULTILINE)
+    controller = lambda s: "none" if s.asynchronous else s.controller
+    assert rows == [(name, controller(s), s.partition, s.sync, s.idea) for name, s in PRESETS.items()]
 
 
 def test_what_it_shows_is_there():

@@ -41,6 +41,14 @@ def test_options_of_the_sync():
     assert (made.name, made.mix_every, made.faithful, made.topology) == ("decentralised", 3, True, "ring")
 
 
+def test_syncs_without_a_barrier_plan_nothing():
+    name, strategy = resolve(sync="adaptive-hogbatch", faithful=True, sync_options={"staleness_bound": 2})
+    assert (name, strategy.asynchronous) == ("adaptive-hogbatch", True)
+    made = strategy.make_sync(schedule=lambda step: 1.0)
+    assert (made.name, made.staleness_bound, made.dead_zone) == ("adaptive-hogbatch", 2, 0)
+    assert not resolve("balanced")[1].asynchronous
+
+
 @pytest.mark.parametrize(
     ("asked", "sentence"),
     [
@@ -54,6 +62,10 @@ def test_options_of_the_sync():
         ({"engine": "fast"}, "There is no engine 'fast'"),
         ({"controller": "balanced", "partition": "submodular"}, "for good"),
         ({"preset": "dbs", "partition": "submodular"}, "for good"),
+        ({"sync": "hogbatch", "controller": "balanced"}, "nothing to plan"),
+        ({"preset": "dbs", "sync": "hogbatch"}, "gives every worker its own"),
+        ({"preset": "adaptive-sgd", "engine": "looped"}, "every worker runs alone"),
+        ({"preset": "adaptive-sgd", "sync_options": {"staleness_bound": 2}}, "not of 'adaptive-sgd'"),
     ],
 )
 def test_what_makes_no_sense_is_refused(asked, sentence):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,7 @@ class Display:
         self._step = 0
         self._row: dict[str, Any] = {}
         self._updates: list[int] = []  # of each worker so far, in a run without a barrier
+        self._recent: deque[tuple[int, float]] = deque(maxlen=12)  # samples and seconds of its last rows
         self._reason = ""
         self._live: Live | None = None
 
@@ -55,6 +57,9 @@ class Display:
         self._step, self._row = step, plain(row)
         if made := self._row.get("updates"):
             self._updates = [a + b for a, b in zip(self._updates or [0] * len(made), made, strict=True)]
+            self._recent.append((sum(self._row["counts"]), self._row["step_time"]))
+            samples, seconds = (sum(part) for part in zip(*self._recent, strict=True))
+            self._row["samples_per_s"] = samples / seconds if seconds else None  # single updates are too few to judge
         if self._row.get("changed"):
             self._reason = f"step {step}: {self._row.get('reason') or 'plan changed'}"
         if not self.console.is_terminal:
@@ -77,6 +82,9 @@ class Display:
             "test_accuracy": "test accuracy {:.4f}",
         }
         parts = [form.format(known[name]) for name, form in shown.items() if name in known]
+        for name, lists in (("busy", "utilisation"), ("updates", "update_share")):  # of a run without a barrier
+            if isinstance(each := values.get(lists), list):
+                parts.append(f"{name} {' '.join(f'{share:.0%}' for share in each[:8])}")
         told = f"{self.title or 'done'}: {', '.join(parts)}"
         self.console.print(told, soft_wrap=not self.console.is_terminal, highlight=False)
 

@@ -53,13 +53,13 @@ def updates_panel(axes: Axes, run: Run) -> None:
         axes.fill_between(run.step_S[few], below, layers[:, worker], color=worker_colour(worker), linewidth=0)
         below = layers[:, worker]
     middle_W = np.cumsum(whole_W) - whole_W / 2
-    for worker in np.flatnonzero(whole_W > 0.06):
+    for worker in np.flatnonzero(whole_W > 0.06).tolist():
         axes.annotate(
             f" {worker}: {whole_W[worker]:.0%}",
             (1, float(middle_W[worker])),
             xycoords=("axes fraction", "data"),
             va="center",
-            color=worker_colour(int(worker)),
+            color=worker_colour(worker),
             fontweight="bold",
             annotation_clip=False,
         )

@@ -130,8 +130,8 @@ def test_asked_to_stop_it_ends_within_two_seconds_and_goes_on_later(kind):
             asked.append(time.monotonic())
             trainer.stop()
 
-        threading.Timer(0.5, stop).start()
-        state, _ = trainer.fit(trainer.init(first()), rows, epochs=100)
+        soon = lambda record, state: threading.Timer(0.2, stop).start() if record.step == 1 else None
+        state, _ = trainer.fit(trainer.init(first()), rows, epochs=100, hooks=[soon])
         assert time.monotonic() - asked[0] < 2
         assert 0 < state.cursor < 9600
         saved = trainer.remember(state)

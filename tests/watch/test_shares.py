@@ -62,3 +62,9 @@ def test_live_the_shares_of_all_updates_so_far_are_shown():
     assert lines == {"0": "25%", "1": "75%"}
     assert max(map(len, text.splitlines())) <= 80
     assert "updates 25% 75%" in display.line()
+
+
+def test_at_the_end_one_line_tells_how_busy_all_were():
+    display = Display(console=console(terminal=False))
+    display.summary({"steps": 9, "utilisation": [0.971, 0.9], "update_share": [0.25, 0.75]})
+    assert "9 steps, busy 97% 90%, updates 25% 75%" in display.console.file.getvalue()

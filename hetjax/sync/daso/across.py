@@ -24,7 +24,7 @@ from hetjax.run.compiles import expected
 from hetjax.sync.daso.exchange import KINDS, Arrived, on_node, weight_type
 from hetjax.sync.daso.late import Attendance
 from hetjax.sync.daso.mean import NODE, Leaves, bytes_sent, gathered
-from hetjax.sync.daso.notes import as_words, from_words
+from hetjax.sync.daso.notes import Notes, as_words, from_words
 
 _meetings = itertools.count()  # all processes open their exchanges in the same order
 
@@ -103,7 +103,7 @@ class AcrossProcesses:
         zeros = [np.zeros(x.shape, x.dtype) for x in shapes]
         if kind == "short":
             self.rebase(zeros)
-        self.start(kind, [zeros], [1.0], np.zeros((1, 1))).result()
+        self.start(kind, [zeros], [1.0], Notes().array()[None]).result()
 
     # -- in the thread --
 

@@ -7,6 +7,7 @@ precision and hands it on: 2 (P - 1) / P times the vector in 16 bits, as in the 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -39,8 +40,8 @@ def short_mean(leaves: Leaves, weight: jax.Array, before: Leaves, nodes: int) ->
     share_N = share_N / share_N.sum()
     moved = _flat([x - y for x, y in zip(leaves, before, strict=True)])
     padded = jnp.pad(moved, (0, -len(moved) % nodes)).reshape(nodes, -1)
-    came_NxC = _long(jax.lax.all_to_all(_short(padded), NODE, split_axis=0, concat_axis=0))
-    part_C = jnp.sum(came_NxC * share_N[:, None], axis=0)
+    came_NxC = jax.lax.all_to_all(_short(padded), NODE, split_axis=0, concat_axis=0)
+    part_C = functools.reduce(jnp.add, [share_N[j] * _long(came_NxC[j]) for j in range(nodes)])  # a `sum` takes thrice
     whole = _long(jax.lax.all_gather(_short(part_C), NODE, tiled=True))[: len(moved)]
     return [y + step for y, step in zip(before, _like(whole, before), strict=True)]
 

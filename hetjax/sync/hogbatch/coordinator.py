@@ -84,7 +84,7 @@ class Coordinator:
                 ended=lap.ended,
                 applied=self.clock(),
             )
-            self.news.put(Finished(update, outcome.tail, self._since(), self._moment_if_due()))
+            self.news.put(Finished(update, outcome.tail, self._seen(), self._since(), self._moment_if_due()))
             self._changed.notify_all()
 
     def fail(self, worker: int, error: BaseException) -> None:
@@ -150,7 +150,7 @@ class Coordinator:
         batch = self.method.batch(worker, self.taking_part_W())
         span = self.pool.take(batch)
         assert span is not None
-        scale = self.rate.scale(span, batch, self.pool.cursor + self.method.pending)
+        scale = self.rate.scale(span, batch, self._seen())
         task = Task(worker, span, batch, scale, self.clock(), self.method.version)
         self._flying[worker] = task
         return task
@@ -164,6 +164,9 @@ class Coordinator:
             for span in self.method.rest(self.taking_part_W(), dry=dry):
                 self.pool.done(span)
 
+    def _seen(self) -> int:
+        return self.pool.cursor + self.method.pending
+
     def _since(self) -> tuple[float | None, ...]:
         return tuple(self._flying[i].taken if i in self._flying else None for i in range(self._workers))
 
@@ -175,7 +178,7 @@ class Coordinator:
             self._changed.notify_all()
 
     def _moment_if_due(self) -> Moment | None:
-        step = self.step_of(self.pool.cursor + self.method.pending)
+        step = self.step_of(self._seen())
         if step == self._step:
             return None
         self._step = step

@@ -17,7 +17,7 @@ import numpy as np
 from hetjax.history import History
 from hetjax.plan.batch_bounds import BatchBounds
 from hetjax.plan.batch_rule import ALPHA, DEAD_ZONE, adapted_batch
-from hetjax.plan.merge_rule import MOMENTUM
+from hetjax.plan.merge_rule import CALMER, MOMENTUM
 from hetjax.plan.ranges import RangePool
 from hetjax.plan.rate_scale import CAP
 from hetjax.run.clocks import no_hold
@@ -262,17 +262,24 @@ class AdaptiveSgd(Asynchronous):
 
     mega_batch   samples between two merges: eight times batch_size unless given
     beta         how far a batch moves per update off the mean: half of the worker's smallest batch unless given
+    momentum     how much of the last move is made again: 0.5 unless given; published was 0.9
     To average N replicas divides what they learned by N, and the momentum multiplies it by 1 / (1 - momentum) in the
     long run. So the rate's reference is batch_size / N / (1 - momentum): a sample then moves the model as far as in
-    sequential SGD. As published (`faithful`) the momentum is not made up for, and there is no cap.
+    sequential SGD. As published (`faithful`) the momentum is 0.9 and not made up for, and there is no cap.
     """
 
     name = "adaptive-sgd"
 
     def __init__(
-        self, *, mega_batch: int | None = None, beta: float | None = None, momentum: float = MOMENTUM, **options: Any
+        self,
+        *,
+        mega_batch: int | None = None,
+        beta: float | None = None,
+        momentum: float | None = None,
+        **options: Any,
     ):
         super().__init__(**options)
+        momentum = momentum if momentum is not None else MOMENTUM if self.faithful else CALMER
         if mega_batch is not None and mega_batch < 1:
             raise ValueError(f"mega_batch is {mega_batch}: expected at least 1 sample.")
         if not 0 <= momentum < 1:

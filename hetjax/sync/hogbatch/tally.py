@@ -23,7 +23,7 @@ class Tally:
         self.batch_W = np.array(batch_W, np.int64)
         self.busy_W, self.updates_W = np.zeros(self.workers), np.zeros(self.workers, np.int64)
         self.counts_W, self.staleness = np.zeros(self.workers, np.int64), Counter[int]()
-        self.samples, self.now = 0, began
+        self.samples, self.seen, self.now = 0, 0, began
         self._since_W: tuple[float | None, ...] = (None,) * self.workers  # when the tasks now out were taken
         self._busy_before_W = np.zeros(self.workers)
         self._open()
@@ -39,7 +39,7 @@ class Tally:
     def add(self, news: Finished) -> None:
         done, report = news.update, Report.read(self.layout, np.asarray(news.tail), 1)
         w, count = done.worker, done.span.count
-        self.now, self._since_W = done.applied, news.since_W
+        self.now, self.seen, self._since_W = done.applied, news.seen, news.since_W
         self.samples += count
         self.busy_W[w] += done.ended - done.began
         self.staleness[done.staleness] += 1
@@ -58,6 +58,11 @@ class Tally:
         if done.batch != self.batch_W[w]:
             self.batch_W[w] = done.batch
             self._changes.append(f"worker {w} takes {done.batch}")
+
+    @property
+    def unrecorded(self) -> bool:
+        """Whether there were updates since the last record."""
+        return bool(self._updates_W.any())
 
     def _busy_now_W(self) -> np.ndarray:
         return self.busy_W + [0.0 if at is None else max(0.0, self.now - at) for at in self._since_W]

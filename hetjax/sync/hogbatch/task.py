@@ -53,6 +53,7 @@ class Finished:
 
     update: Update
     tail: jax.Array  # its loss and metrics, as the reduce's report reads them
+    seen: int  # samples learned from since the start of training
     since_W: tuple[float | None, ...]  # when the tasks now out were taken
     moment: Moment | None  # where it ends a step's worth of samples
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 
 from hetjax.run.clocks import Hold, Lap, no_hold
 from hetjax.sync.hogbatch.coordinator import Coordinator
 from hetjax.sync.hogbatch.task import Finished, News, Task
 
 TICK = 0.05  # seconds between two looks at the workers
-GRACE = 0.6  # seconds that tasks on their way get when somebody asks for the end
+GRACE = 0.4  # seconds that tasks on their way get when somebody asks for the end
 _PATIENCE = 20.0  # a task may take so many times as long as the slowest of its worker before
 _LEAST_PATIENCE = 10.0  # seconds
 
@@ -64,7 +64,7 @@ class Threads:
             for worker in range(workers)
         ]
 
-    def run(self) -> Iterator[News]:
+    def run(self) -> Generator[News]:
         self.pause.ended.clear()
         for thread in self._threads:
             thread.start()

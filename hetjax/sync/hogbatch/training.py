@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
+from contextlib import closing
 from typing import Any
 
 import jax
 import numpy as np
 
-from hetjax.history import History
+from hetjax.history import History, Record
 from hetjax.plan.ranges import RangePool
 from hetjax.run.clocks import Lap
 from hetjax.run.compiles import compiles
@@ -89,15 +90,18 @@ class Training:
             compiled = compiles()
             tally = Tally(job.session.layout, self.method.batch_W, self.coordinator.clock())
             ideal_s = 0.0
-            for news in self._news():
-                if not isinstance(news, Finished):
-                    self._say(news)
-                    continue
-                tally.add(news)
-                if self.on_update is not None:
-                    self.on_update(news.update)
-                if news.moment is not None:
-                    ideal_s += self._record(tally, news, history)
+            with closing(self._news()) as stream:  # whatever is raised in here ends the workers at once
+                for news in stream:
+                    if not isinstance(news, Finished):
+                        self._say(news)
+                        continue
+                    tally.add(news)
+                    if self.on_update is not None:
+                        self.on_update(news.update)
+                    if news.moment is not None:
+                        ideal_s += self._record(tally, news, history)
+            if tally.unrecorded:  # stopped in between: for the history only, as a resumed run will come by here again
+                history.records.append(self._made(tally, 1 + self.coordinator.step_of(tally.seen)))
             history.recompiles_after_warmup = compiles() - compiled
             rates_W = np.divide(tally.counts_W, tally.busy_W, out=np.zeros(tally.workers), where=tally.busy_W > 0)
             if simulation is None:
@@ -118,9 +122,7 @@ class Training:
     def _record(self, tally: Tally, news: Finished, history: History) -> float:
         """A step's worth of samples is done; the seconds it would have taken at best."""
         assert news.moment is not None
-        job, seen = self.job, self.start.cursor + tally.samples
-        step = self.coordinator.step_of(seen)
-        record = tally.record(step, max(0, seen - 1) // job.sampler.size, job.saving())
+        job, record = self.job, self._made(tally, self.coordinator.step_of(tally.seen))
         self.remember(news.moment)
         history.records.append(record)
         job.check(record)
@@ -129,8 +131,11 @@ class Training:
         if job.simulation is None:
             return 0.0
         ideal_s = float(record.counts_W.sum()) / job.simulation.ideal()
-        job.simulation.step = step
+        job.simulation.step = record.step
         return ideal_s
+
+    def _made(self, tally: Tally, step: int) -> Record:
+        return tally.record(step, max(0, tally.seen - 1) // self.job.sampler.size, self.job.saving())
 
     def _say(self, news: News) -> None:
         if isinstance(news, Back):
@@ -146,7 +151,7 @@ class Training:
 
     # -- how a worker computes --
 
-    def _news(self) -> Iterator[News]:
+    def _news(self) -> Generator[News]:
         if self.virtual is not None:
             rows_of = lambda task: self.engine.rows_of(task.worker, task.span.count)
             return self.virtual.run(self.coordinator, rows_of, self.method.read, self._phase, self.job.stopping)

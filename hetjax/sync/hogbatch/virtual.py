@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 
 import jax
@@ -53,7 +53,7 @@ class VirtualTime:
         read: Callable[[Task], list[jax.Array]],
         compute: Callable[[Task, list[jax.Array]], Lap],
         stopping: Callable[[], bool],
-    ) -> Iterator[News]:
+    ) -> Generator[News]:
         agenda: list[tuple[float, int, Task, list[jax.Array]]] = []
         started = 0
         while True:

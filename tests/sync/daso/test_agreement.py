@@ -189,7 +189,8 @@ def test_stopped_after_any_step_it_is_the_same_run(blend):
             rest, second = made.fit(made.recall(saved, half), data, stop_at=epochs * SAMPLES)
             np.testing.assert_array_equal(first.losses + second.losses, history.losses, err_msg=f"after {half.step}")
             assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(a, b), rest.core, whole.core))
-    assert 0 < sum(pending) < len(pending)
+    assert any(pending)
+    assert blend == "paper" or not all(pending)
 
 
 def test_other_nodes_go_on_from_the_answer():

@@ -1,0 +1,71 @@
+"""The bench of asynchronous training: its definitions by hand, and a short run from end to end."""
+
+import json
+from dataclasses import replace
+
+import async_speed_up
+import bench_async
+import pytest
+from async_problems import digits
+from bench_async import SYNCS, as_balanced, row_time, summed, verdict
+
+
+def test_no_phase_is_shorter_than_promised():
+    for ratio in (4, 16, 64):
+        slow, fast = bench_async.SMALLEST * row_time(ratio), bench_async.LARGEST * row_time(ratio) / ratio
+        assert min(slow, fast) == pytest.approx(bench_async.PHASE)
+
+
+def test_medians_over_the_seeds_and_a_target_missed_once_is_missed():
+    runs = [
+        {"time_to_target_s": 3.0, "update_share": [0.2, 0.8]},
+        {"time_to_target_s": 1.0, "update_share": [0.4, 0.6]},
+        {"time_to_target_s": 2.0, "update_share": [0.3, 0.7]},
+    ]
+    assert summed(runs) == {"time_to_target_s": 2.0, "update_share": [0.3, 0.7], "seeds": 3}
+    runs[1]["time_to_target_s"] = None
+    assert summed(runs)["time_to_target_s"] is None
+
+
+def test_equal_counts_take_the_balanced_runs_steps_at_their_own_speed():
+    equal = {"step_time": 0.5, "utilisation": 0.1, "samples_to_target": None, "time_to_target_s": None, "updates": 4}
+    balanced = [{"samples_to_target": 2560, "updates": 12}, {"samples_to_target": None, "updates": 99}]
+    first, second = as_balanced(equal, balanced)
+    assert (first["time_to_target_s"], first["samples_to_target"], first["updates"]) == (5.0, 2560, 12)
+    assert second["time_to_target_s"] is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        ({"balanced": 2.0, "hogbatch": 3.0, "adaptive-sgd": 9.0}, "balanced synchronous training is the better choice"),
+        ({"balanced": 3.0, "hogbatch": 2.0}, "hogbatch is the better choice"),
+        ({"balanced": 2.0, "hogbatch": 2.01}, "equally fast"),
+        ({"balanced": None, "hogbatch": 2.0}, "only asynchronous"),
+        ({"balanced": 2.0, "hogbatch": None}, "no asynchronous"),
+    ],
+)
+def test_the_table_says_what_to_use(seconds, words):
+    assert words in verdict("1:4", {sync: {"time_to_target_s": s} for sync, s in seconds.items()})
+
+
+def test_a_short_bench_from_end_to_end(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench_async, "PHASE", 0.004)
+    monkeypatch.setattr(bench_async, "digits", lambda: replace(easy, target=1.9))
+    monkeypatch.setattr(bench_async, "speed_up", lambda simulated: 2.0)
+    easy = digits()
+    bench_async.main(tmp_path / "found.json", quick=True)
+    (ratio,) = found = json.loads((tmp_path / "found.json").read_text())
+    assert ratio == "1:16"
+    assert set(found[ratio]) == set(SYNCS)
+    for figures in found[ratio].values():
+        assert figures.keys() >= {"utilisation", "time_to_target_s", "samples_to_target", "update_share"}
+        assert 0 < figures["utilisation"] <= 1.01
+        assert figures["time_to_target_s"] > 0
+        assert sum(figures["update_share"]) == pytest.approx(1)
+    assert found[ratio]["equal"]["time_to_target_s"] > found[ratio]["balanced"]["time_to_target_s"]
+    assert "choice" in capsys.readouterr().out
+
+
+def test_two_simulated_workers_do_twice_the_work():
+    assert async_speed_up.speed_up(simulated=True) > 1.7
