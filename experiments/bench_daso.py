@@ -74,8 +74,8 @@ class Options:
     seeds: int = 3
     """runs of each"""
     epochs: int = 8
-    samples: int = 6144
-    batch: int = 512
+    samples: int = 12_288
+    batch: int = 1024
     rate: float = 1e-3
     """of Adam"""
     target: float = 0.55
@@ -193,15 +193,16 @@ def measured(result: dict[str, Any], target: float) -> dict[str, Any]:
         "loss": epochs[-1]["loss"],
         "exchange_s": float(np.median([entry["seconds"] for entry in later])) if later else None,
         "waited_s": float(np.median([entry["waited"] for entry in later])) if later else None,
+        "curve": [[round(epoch[name], 4) for name in ("until", "loss", "accuracy")] for epoch in epochs],
     }
 
 
 def over_seeds(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Means; None where a run did not get there."""
-    names = [name for name in runs[0] if name != "time_to_target_s" and None not in [run[name] for run in runs]]
+    names = [name for name in runs[0] if all(isinstance(run[name], float) for run in runs)]
     told: dict[str, Any] = {name: round(float(np.mean([run[name] for run in runs])), 4) for name in names}
     times = [run["time_to_target_s"] for run in runs]
-    told["time_to_target_s"] = None if None in times else round(float(np.mean(times)), 3)
+    told["time_to_target_s"] = None if None in times else round(float(np.mean(times)), 4)
     return told | {"seeds": len(runs), "runs": runs}
 
 
