@@ -63,7 +63,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except KeyboardInterrupt:
         console.print("Ended at once; what was not yet saved is lost.", highlight=False)
+        if jax.distributed.is_initialized():  # the others may sit in a collective: this one does not wait for them
+            leave(130, together=False)
         return 130
+    except jax.errors.JaxRuntimeError as error:
+        if debug or not jax.distributed.is_initialized():
+            raise
+        told = (
+            f"error: process {jax.process_index()} lost the others: {str(error).splitlines()[0]} Look at the one that "
+        )
+        print(f"{told}ended first; --resume goes on from the last checkpoint.", file=sys.stderr)
+        return 1
     except (ValueError, TypeError, OSError, ImportError, NonFiniteError) as error:
         if debug:
             raise
