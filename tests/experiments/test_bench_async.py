@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 
-import async_speed_up
 import bench_async
 import pytest
 from async_problems import digits
@@ -65,7 +64,3 @@ def test_a_short_bench_from_end_to_end(tmp_path, monkeypatch, capsys):
         assert sum(figures["update_share"]) == pytest.approx(1)
     assert found[ratio]["equal"]["time_to_target_s"] > found[ratio]["balanced"]["time_to_target_s"]
     assert "choice" in capsys.readouterr().out
-
-
-def test_two_simulated_workers_do_twice_the_work():
-    assert async_speed_up.speed_up(simulated=True) > 1.7
