@@ -122,13 +122,28 @@ class Method:
     every: Annotated[str | None, _shown("STEPS|epoch")] = None
     """when the published laws act; each preset has its paper's cadence"""
     faithful: bool = False
-    """as published, biases included: gradients weighed (dp, edp, dbs, decentralised), rates (hogbatch family)"""
+    """as published, biases included: gradients weighed (dp, edp, dbs, decentralised), nodes averaged (daso),
+    rates (hogbatch family)"""
     mix_every: Whole = None
     """decentralised: steps from one mixing of the parameters to the next (1; rcd-sgd: 2)"""
     topology: Annotated[str | None, _shown("ring|complete|FILE")] = None
     """decentralised: who mixes with whom; FILE (.json or .npy) holds the doubly stochastic matrix, row by row"""
     matcha_budget: Number = None
     """decentralised: MATCHA, with this share of the topology's links used on average, e.g. 0.5"""
+
+
+@dataclass(frozen=True)
+class Hierarchy:
+    """the sync daso; over several processes each one is a node"""
+
+    nodes: Annotated[str | None, _shown("N|N,N...")] = None
+    """in one process: how many nodes its workers form (2), or how many workers each has"""
+    max_skip: Whole = None
+    """most steps from one exchange between nodes to the next (8)"""
+    blend: Annotated[str | None, _shown("delta|paper")] = None
+    """what is done with an average that comes late: keep all local progress (delta), or the paper's mixture"""
+    between: Annotated[str | None, _shown("balanced|equal|steps")] = None
+    """unequal processes: samples by speed in the same steps, equal ones, or steps by speed"""
 
 
 @dataclass(frozen=True)
@@ -208,6 +223,7 @@ class Config:
     optimiser: Optimiser = field(default_factory=Optimiser)
     workers: Workers = field(default_factory=Workers)
     method: Method = field(default_factory=Method)
+    hierarchy: Hierarchy = field(default_factory=Hierarchy)
     asynchronous: Asynchronous = field(default_factory=Asynchronous)
     submodular: Submodular = field(default_factory=Submodular)
     processes: Processes = field(default_factory=Processes)

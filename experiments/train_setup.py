@@ -12,7 +12,7 @@ import optax
 from train_config import Config
 
 from hetjax.devices import devices_of_all, fake_devices, said_by_environment
-from hetjax.run.simulate import Simulation, constant
+from hetjax.run.simulate import Simulation, Trace, constant
 from hetjax.run.trace_file import read_trace
 from hetjax.strategies import Strategy
 from hetjax.sync import AnySync
@@ -37,7 +37,10 @@ def find_devices(config: Config, processes: int = 1) -> tuple[Simulation | None,
         trace = constant(numbers("--speeds", asked.speeds))
     several = processes > 1
     count = asked.devices if several or trace is None or asked.devices is not None else len(trace(0)[0])
-    devices = devices_of_all(count) if several else fake_devices(count)
+    by_node = "daso" in (config.method.sync, config.method.strategy)
+    devices = devices_of_all(count, spare=int(by_node)) if several else fake_devices(count)
+    if several and by_node and trace is not None:
+        trace = _own_part(trace, devices)
     silent = not several and asked.devices is None and asked.speeds is None and said_by_environment() is None
     if trace is None and silent and devices[0].platform == "cpu":
         trace = constant(numbers("--speeds", DEFAULT_SPEEDS))
@@ -47,6 +50,16 @@ def find_devices(config: Config, processes: int = 1) -> tuple[Simulation | None,
     if fixed is not None and not 0 < fixed < np.inf:
         raise ValueError(f"--row-time is {fixed}: expected milliseconds above 0.")
     return Simulation(trace, row_time=None if fixed is None else fixed / 1e3, least=least), devices
+
+
+def _own_part(trace: Trace, devices: list[jax.Device]) -> Trace:
+    """The speeds of this process's workers, for a sync that plans by node."""
+    own = [i for i, device in enumerate(devices) if device.process_index == jax.process_index()]
+    if len(trace(0)[0]) != len(devices):
+        raise ValueError(
+            f"Speeds were given for {len(trace(0)[0])} workers, but there are {len(devices)}: give one speed each."
+        )
+    return lambda step: (trace(step)[0][own], trace(step)[1][own])
 
 
 def make_task_of(config: Config) -> Task:
@@ -112,6 +125,9 @@ def method(config: Config) -> dict[str, Any]:
     every = asked.every if asked.every in (None, "epoch") else whole_numbers("--every", asked.every)[0]
     axes = {axis: getattr(asked, axis) for axis in ("controller", "partition", "sync", "engine", "faithful")}
     options = {name: getattr(asked, name) for name in ("mix_every", "topology", "matcha_budget")}
+    options |= {name: getattr(config.hierarchy, name) for name in ("max_skip", "blend", "between")}
+    sizes = whole_numbers("--nodes", config.hierarchy.nodes)
+    options["nodes"] = sizes[0] if sizes is not None and len(sizes) == 1 else sizes
     alone = config.asynchronous
     options |= {name: getattr(alone, name) for name in ("staleness_bound", "mega_batch", "replay")}
     options["batches"] = whole_numbers("--batches", alone.batches)

@@ -29,15 +29,18 @@ def fake_devices(count: int | None = None) -> list[jax.Device]:
     return _first(jax.devices(), count, said)
 
 
-def devices_of_all(count: int | None = None) -> list[jax.Device]:
+def devices_of_all(count: int | None = None, spare: int = 0) -> list[jax.Device]:
     """The devices of several processes, those of each one after the other: the first `count` of each, or all.
 
     Where a process has only a CPU, that is one device unless told. Comes after `hetjax.run.distributed.initialise`.
+    `spare`: so many CPU devices more in each process, which are not among those returned.
     """
-    said = _ask_for(count, 1)
+    said = _ask_for(None if count is None else count + spare, 1 + spare)
     found: dict[int, list[jax.Device]] = {}
     for device in jax.devices():
         found.setdefault(device.process_index, []).append(device)
+    if spare and jax.default_backend() == "cpu" and count is None:
+        found = {process: devices[:-spare] or devices for process, devices in found.items()}
     return [device for process in sorted(found) for device in _first(found[process], count, said)]
 
 
