@@ -69,10 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except jax.errors.JaxRuntimeError as error:
         if debug or not jax.distributed.is_initialized():
             raise
-        told = (
-            f"error: process {jax.process_index()} lost the others: {str(error).splitlines()[0]} Look at the one that "
-        )
-        print(f"{told}ended first; --resume goes on from the last checkpoint.", file=sys.stderr)
+        lost = f"process {jax.process_index()} lost the others ({str(error).splitlines()[0]})"
+        print(f"error: {lost}. See which ended first; --resume goes on from the last checkpoint.", file=sys.stderr)
         return 1
     except (ValueError, TypeError, OSError, ImportError, NonFiniteError) as error:
         if debug:
