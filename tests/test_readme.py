@@ -133,7 +133,7 @@ def test_the_library_example_runs(capsys):
 
 
 def test_the_table_names_the_strategies_that_there_are():
-    rows = re.findall(r"^\| `([\w-]+)` \| (\w+) \| (\w+) \| ([\w-]+) \| (.*) \|$", README, re.MULTILINE)
+    rows = re.findall(r"^\| `(\w[\w-]*)` \| (\w+) \| (\w+) \| ([\w-]+) \| (.*) \|$", README, re.MULTILINE)
     controller = lambda s: "none" if s.asynchronous else s.controller
     assert rows == [(name, controller(s), s.partition, s.sync, s.idea) for name, s in PRESETS.items()]
 
