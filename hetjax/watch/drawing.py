@@ -64,6 +64,14 @@ def running_median(values: np.ndarray, width: int) -> np.ndarray:
     return np.nanmedian(np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1), axis=1)
 
 
+def window_sums(values_SxK: np.ndarray) -> np.ndarray:
+    """Sums over a window of a twentieth of the rows (at least five) around each one, fewer at the ends."""
+    half = max(2, len(values_SxK) // 40)
+    total = np.vstack([np.zeros((1, values_SxK.shape[1])), np.cumsum(values_SxK, axis=0)])
+    place = np.arange(len(values_SxK))
+    return total[np.minimum(place + half + 1, len(values_SxK))] - total[np.maximum(place - half, 0)]
+
+
 def thinned(length: int) -> np.ndarray:
     """Indices of all points, or of evenly spread ones of many; the first and the last are always there."""
     return np.unique(np.linspace(0, length - 1, min(_POINTS, length)).astype(int))

@@ -12,7 +12,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from hetjax.watch.drawing import DARK, RED, save, style
 from hetjax.watch.panels import counts_panel, efficiency_panel, loss_panel
 from hetjax.watch.run_folder import Run
-from hetjax.watch.shares import shares
+from hetjax.watch.shares import batches_panel, shares
 from hetjax.watch.strip import strips
 
 
@@ -35,7 +35,7 @@ def run_figure(run: Run) -> Figure:
         return figure
     parts = figure.subfigures(3, 1, height_ratios=[3.3, high, 3.1], hspace=0.04, squeeze=False)[:, 0]
     left, right = parts[0].subplots(1, 2)
-    counts_panel(left, run)
+    (batches_panel if run.asynchronous else counts_panel)(left, run)
     efficiency_panel(right, run)
     (shares if run.asynchronous else strips)(parts[1], run)
     left, right = parts[2].subplots(1, 2, sharey=True)

@@ -7,14 +7,13 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
 from hetjax.watch.colours import worker_colour
-from hetjax.watch.drawing import BLUE, DARK, THOUSANDS, curve, thinned
+from hetjax.watch.drawing import BLUE, DARK, THOUSANDS, curve, thinned, window_sums
 from hetjax.watch.run_folder import Run
 
 
 def counts_panel(axes: Axes, run: Run) -> None:
     """Stacked, so that the height is the batch and equal counts do not hide each other."""
-    told = "samples between two records" if run.asynchronous else "the batch"
-    axes.set_title(f"Samples per worker (together: {told})")
+    axes.set_title("Samples per worker (together: the batch)")
     full = np.flatnonzero(run.full_S)
     shown = full[thinned(len(full))]
     counts_SxW = np.nan_to_num(run.counts_SxW[shown])
@@ -50,8 +49,13 @@ def _last_counts(axes: Axes, counts_W: np.ndarray) -> None:
 
 def efficiency_panel(axes: Axes, run: Run) -> None:
     """Measured speed over the ideal; without an ideal the speed itself."""
-    known = run.full_S & np.isfinite(run.samples_per_s_S)
-    step, speed = run.step_S[known], run.samples_per_s_S[known]
+    speed_S = run.samples_per_s_S
+    if run.asynchronous:  # a step is whatever was finished meanwhile: only several together say how fast it was
+        done_Sx2 = np.column_stack([np.nansum(run.counts_SxW, axis=1), np.nan_to_num(run.step_time_S)])
+        samples_S, seconds_S = window_sums(done_Sx2).T
+        speed_S = samples_S / np.maximum(seconds_S, 1e-12)
+    known = run.full_S & np.isfinite(speed_S)
+    step, speed = run.step_S[known], speed_S[known]
     if run.ideal is not None:
         axes.set_title("Efficiency (samples/s over the ideal)")
         speed = speed / run.ideal
@@ -77,7 +81,7 @@ def efficiency_panel(axes: Axes, run: Run) -> None:
             transform=axes.get_xaxis_transform(),
             color="#D55E00",
             markersize=12,
-            label="counts changed",
+            label="batches changed" if run.asynchronous else "counts changed",
         )
         axes.legend(loc="lower right", bbox_to_anchor=(1, 0.06), frameon=False)
     axes.set(xlabel="step", xlim=(run.step_S[0] - 1, run.step_S[-1]))

@@ -28,6 +28,7 @@ class Run:
     samples_S: np.ndarray
     changed_S: np.ndarray
     updates_SxW: np.ndarray  # of each worker, in a run without a barrier
+    batches_SxW: np.ndarray
     summary: dict[str, Any]
     config: dict[str, Any]
     notes: tuple[str, ...]
@@ -113,6 +114,7 @@ def read_run(folder: str | Path, name: str | None = None) -> Run:
         samples_S=np.cumsum(batch_S) if np.isnan(samples_S).all() else samples_S,
         changed_S=_column(rows, "changed"),
         updates_SxW=_table(rows, "updates", workers),
+        batches_SxW=_table(rows, "batches", workers),
         summary=summary,
         config=config,
         notes=tuple(notes),

@@ -1,4 +1,4 @@
-"""Panels of a run without a barrier: how busy every worker was, its share of the updates, and how stale they were."""
+"""Panels of a run without a barrier: the batches of its workers, how busy they were, their updates and staleness."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from matplotlib.figure import SubFigure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from hetjax.watch.colours import worker_colour
-from hetjax.watch.drawing import BLUE, DARK, THOUSANDS, thinned
+from hetjax.watch.drawing import BLUE, DARK, THOUSANDS, thinned, window_sums
 from hetjax.watch.run_folder import Run
 
 
@@ -20,12 +20,35 @@ def shares(figure: SubFigure, run: Run) -> None:
     staleness_panel(stale, run)
 
 
+def batches_panel(axes: Axes, run: Run) -> None:
+    """The batch that each worker took last; beside the lines the last of all."""
+    axes.set_title("Batch of each worker")
+    few = thinned(run.steps)
+    for worker in range(run.workers):
+        batch_S = run.batches_SxW[:, worker]
+        axes.step(run.step_S[few], batch_S[few], where="post", color=worker_colour(worker), linewidth=1.6)
+    last_W = run.batches_SxW[-1]
+    for worker in range(run.workers):
+        if np.isfinite(last_W[worker]) and last_W[worker] not in last_W[:worker]:  # like ones would overlap
+            axes.annotate(
+                f" {worker}: {last_W[worker]:.0f}",
+                (1, float(last_W[worker])),
+                xycoords=("axes fraction", "data"),
+                va="center",
+                color=worker_colour(worker),
+                fontweight="bold",
+                annotation_clip=False,
+            )
+    axes.set(xlabel="step", ylabel="samples", ylim=(0, None), xlim=(run.step_S[0] - 1, run.step_S[-1]))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
 def utilisation_panel(axes: Axes, run: Run) -> None:
     """The share of time that each worker computed, smoothed over neighbouring steps; the legend has the whole run's."""
     axes.set_title("Utilisation per worker")
     seconds_S = np.nan_to_num(run.step_time_S)
     busy_SxW = np.nan_to_num(run.times_SxW)
-    share_SxW = _smooth(busy_SxW) / np.maximum(_smooth(seconds_S[:, None]), 1e-12)
+    share_SxW = window_sums(busy_SxW) / np.maximum(window_sums(seconds_S[:, None]), 1e-12)
     whole_W = busy_SxW.sum(axis=0) / max(float(seconds_S.sum()), 1e-12)
     few = thinned(run.steps)
     for worker in range(run.workers):
@@ -43,7 +66,7 @@ def updates_panel(axes: Axes, run: Run) -> None:
     """Stacked to one, smoothed over neighbouring steps; beside the layers the shares of the whole run."""
     axes.set_title("Share of updates per worker")
     made_SxW = np.nan_to_num(run.updates_SxW)
-    smooth_SxW = _smooth(made_SxW)
+    smooth_SxW = window_sums(made_SxW)
     share_SxW = smooth_SxW / np.maximum(smooth_SxW.sum(axis=1, keepdims=True), 1e-12)
     few = thinned(run.steps)
     layers = np.cumsum(share_SxW[few], axis=1)
@@ -87,11 +110,3 @@ def staleness_panel(axes: Axes, run: Run) -> None:
     axes.set(xlabel="updates of others between", ylabel="updates")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.yaxis.set_major_formatter(THOUSANDS)
-
-
-def _smooth(values_SxK: np.ndarray) -> np.ndarray:
-    """Sums over a window of a twentieth of the steps (at least five) around each step, fewer at the ends."""
-    half = max(2, len(values_SxK) // 40)
-    total = np.vstack([np.zeros((1, values_SxK.shape[1])), np.cumsum(values_SxK, axis=0)])
-    place = np.arange(len(values_SxK))
-    return total[np.minimum(place + half + 1, len(values_SxK))] - total[np.maximum(place - half, 0)]

@@ -42,7 +42,9 @@ def test_it_is_drawn_and_told_on_the_page(tmp_path, workers):
     assert "utilisation per worker" in text
     assert ">97%" in text
     titles = {axes.get_title() for part in run_figure(read_run(tmp_path)).subfigs for axes in part.axes}
-    assert titles >= {"Utilisation per worker", "Share of updates per worker", "Staleness of updates"}
+    assert titles >= {
+        "Batch of each worker", "Utilisation per worker", "Share of updates per worker", "Staleness of updates",
+    }  # fmt: skip
 
 
 def test_a_run_without_a_summary_is_drawn(tmp_path):
