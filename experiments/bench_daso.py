@@ -207,18 +207,20 @@ def over_seeds(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def show(results: dict[str, Any], console: Console) -> None:
-    table = Table(title="times in seconds; less: an epoch beside that of all-reduce on the same link and nodes")
-    for column in ("link", "method", "epoch", "less", "run", "to target", "accuracy", "exchange", "waits"):
-        table.add_column(column, justify="left" if column in ("link", "method") else "right")
     number = lambda value, digits=2: "-" if value is None else f"{value:.{digits}f}"
     for link, methods in results.items():
+        table = Table(title=f"{link}: seconds; less: than an epoch of all-reduce on these nodes")
+        for column in ("method", "epoch", "less", "run", "target", "accuracy", "exchange", "waited"):
+            table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
         for method, told in methods.items():
             beside = methods.get("allreduce-unequal" if "unequal" in method else "allreduce")
             less = "-" if beside is None else f"{100 * (1 - told['epoch_s'] / beside['epoch_s']):.0f}%"
-            cells = [number(told.get(name)) for name in ("run_s", "time_to_target_s")]
-            waits = [number(told.get(name)) for name in ("exchange_s", "waited_s")]
-            table.add_row(link, method, number(told["epoch_s"]), less, *cells, number(told["accuracy"], 4), *waits)
-    console.print(table)
+            run, target, exchange, waited = (
+                number(told.get(name)) for name in ("run_s", "time_to_target_s", "exchange_s", "waited_s")
+            )
+            accuracy = number(told["accuracy"], 4)
+            table.add_row(method, number(told["epoch_s"]), less, run, target, accuracy, exchange, waited)
+        console.print(table)
 
 
 def main(asked: Options) -> int:

@@ -34,6 +34,7 @@ def run(*command, cwd, flags=""):
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_the_default_run_and_what_follows_it(tmp_path, monkeypatch, capsys):
     assert "python experiments/train.py" in COMMANDS
     code, told = run(sys.executable, ROOT / "experiments" / "train.py", *SHORT, cwd=tmp_path)
@@ -49,6 +50,7 @@ def test_the_default_run_and_what_follows_it(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "runs" / "digits-cnn" / "report.html").is_file()
 
 
+@pytest.mark.slow
 def test_eight_devices_by_xla_flags(tmp_path):
     (command,) = [shlex.split(c) for c in COMMANDS if "XLA_FLAGS" in c]
     flags = command[0].removeprefix("XLA_FLAGS=")
@@ -57,8 +59,11 @@ def test_eight_devices_by_xla_flags(tmp_path):
     assert '"counts": [4, 4, 4, 4, 4, 4, 4, 4]' in (tmp_path / "runs" / "digits-cnn" / "metrics.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_the_other_commands(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    (blocks,) = [shlex.split(c)[3:] for c in COMMANDS if c.startswith("python -m hetjax partition")]
+    assert hetjax_main(blocks) == 0
     for flags in TRAIN:
         if flags == ["--help"]:
             with pytest.raises(SystemExit):
@@ -68,13 +73,14 @@ def test_the_other_commands(tmp_path, monkeypatch, capsys):
         elif flags[0] == "--strategy":
             assert flags[2] == "--epochs"
             assert train.main([*flags[:2], *SHORT]) == 0
-        elif flags[0] == "--sync":
+        elif flags[0] in ("--sync", "--partition"):
             assert train.main([*flags, *SHORT]) == 0
         else:
             assert flags == ["--resume"]
     assert "python -m hetjax check" in COMMANDS  # run in tests/watch/test_commands.py
 
 
+@pytest.mark.slow
 def test_the_launcher_commands(tmp_path, monkeypatch):
     """All are understood; the one with restarts is run, shortened."""
     started = []
@@ -125,11 +131,16 @@ def test_pytest_finds_this_test():
     assert "test_readme.py" in told
 
 
-def test_the_library_example_runs(capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len([line for line in code.splitlines() if line.strip()]) <= 10
-    exec(compile(code, "README.md", "exec"), {})
+def test_the_library_examples_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    first, second = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len([line for line in first.splitlines() if line.strip()]) <= 10
+    names = {}
+    exec(compile(first, "README.md", "exec"), names)
     assert "'samples_per_s'" in capsys.readouterr().out
+    for _ in range(2):
+        exec(compile(second, "README.md", "exec"), names)
+    assert names["found"].state.cursor == 10 * 4096
 
 
 def test_the_table_names_the_strategies_that_there_are():

@@ -26,6 +26,7 @@ from hetjax.launch.throttle import Throttle
 HUNG = 124  # the exit code for a process that gave no sign of life, as of timeout(1)
 _TURN = 0.05  # seconds between looks at the heartbeats
 _LOOK_AT_STATE = 1.0
+_SECOND_THOUGHTS = 1.0  # seconds between a process that ended in error and the verdict that it was the first
 _CHILD = Path(__file__).with_name("child.py")
 
 
@@ -86,6 +87,7 @@ class Team:
         self._code, self._why, self._lost = 0, "", set[int]()
         self._asked, self._killed, self._deaf = 0, False, False
         self._ending_since: float | None = None
+        self._failed, self._failed_since = list[_Process](), 0.0
         self._processes: list[_Process] = []
         try:
             for number, member in enumerate(members):
@@ -190,19 +192,27 @@ class Team:
         for process in died:
             process.code = process.popen.returncode
             self._bury(process)
-        for process in sorted((p for p in died if p.code), key=_causes_first):
-            assert process.code is not None
-            stopped = self._asked and (process.code > 0 or -process.code in PASSED_ON)
-            if process.code == -signal.SIGKILL and not process.ours:
-                self._lost.add(process.number)
-            if process.ours or self._code:
-                continue
-            code, why = _exit_code(process.code), f"{process.name} {_how(process.code)}"
-            if stopped:
-                self._code, self._why = code, why
-            else:
-                self._lost.add(process.number)
-                self._fail(code, why)
+        failed = [process for process in died if process.code and not process.ours]
+        if failed and not self._failed:
+            self._failed_since = time.monotonic()
+        self._failed += failed
+        self._lost |= {process.number for process in failed if process.code == -signal.SIGKILL}
+        if self._failed and not self._code:
+            self._judge(min(self._failed, key=_causes_first))
+
+    def _judge(self, process: _Process) -> None:
+        """Whose fault it was. A killed process's neighbours may lose it, and end, before it can be seen to be dead:
+        so nobody is blamed for an error at once, as long as others run."""
+        assert process.code is not None
+        decided = process.code < 0 and process.code != -signal.SIGABRT
+        if not decided and self._running() and time.monotonic() - self._failed_since < _SECOND_THOUGHTS:
+            return
+        code, why = _exit_code(process.code), f"{process.name} {_how(process.code)}"
+        if self._asked and (process.code > 0 or -process.code in PASSED_ON):
+            self._code, self._why = code, why
+        else:
+            self._lost.add(process.number)
+            self._fail(code, why)
 
     def _bury(self, process: _Process) -> None:
         """A dead process's last words are passed on, and what it started and left behind is ended."""
@@ -269,10 +279,10 @@ def _kill(process: _Process) -> None:
         os.killpg(process.popen.pid, signal.SIGKILL)
 
 
-def _causes_first(process: _Process) -> tuple[int, int]:
-    """Of processes that died at the same time, the killed and crashed before those that only lost them."""
+def _causes_first(process: _Process) -> int:
+    """The killed and crashed before those that only lost them."""
     code = process.code or 0
-    return (0 if code < 0 and code != -signal.SIGABRT else 1 if code > 0 else 2), process.number
+    return 0 if code < 0 and code != -signal.SIGABRT else 1 if code > 0 else 2
 
 
 def _exit_code(code: int) -> int:

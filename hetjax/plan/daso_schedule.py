@@ -16,7 +16,7 @@ At the end of an epoch, e of them done, of `total`:
 stable: for more than `patience` epochs the loss has not fallen below the best one by the fraction `stability`.
 
 On a slow link an exchange may take longer than the steps that the paper waits for it, and all would stand still for
-the rest. `needs` says how many steps it takes; it is then received as late as that, but before the next one is sent.
+the rest. `needs` says how many steps it takes; it is then received as late as that, at the latest with the next send.
 
 `faithful` keeps two things of the published code: the step before a send never receives, so that at skip 2 the average
 comes a step late, and blending goes by the planned wait and not by the steps that have really passed. Its local
@@ -129,7 +129,7 @@ class Schedule:
         if not send:
             if self.faithful and (b + 1) % self.skip == 0:
                 return 0
-            if passed < max(self.wait, min(self.needs, self.skip - 1)):
+            if passed < max(self.wait, self.needs):
                 return 0
         self.sent = None
         return min(passed, self.wait) if self.faithful else passed

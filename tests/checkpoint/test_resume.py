@@ -37,6 +37,7 @@ def told(records):
     return [(record.metrics, int(record.counts_W.sum())) for record in records]
 
 
+@pytest.mark.slow
 def test_fifty_steps_after_a_random_stop_on_other_numbers_of_workers(tmp_path):
     seed = 3
     print("seed", seed)
@@ -55,6 +56,7 @@ def test_fifty_steps_after_a_random_stop_on_other_numbers_of_workers(tmp_path):
         np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_shards_go_on_inside_an_epoch(tmp_path):
     """On as many workers the run is the same; on others the samples left are shared out anew, each once."""
     options = {"partition": "proportional", "controller": "equal"}

@@ -12,6 +12,8 @@ import bench_daso
 import pytest
 from daso_links import Links, LinksRefused
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

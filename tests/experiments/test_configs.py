@@ -11,6 +11,8 @@ import train_config
 
 from hetjax.watch import Report
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("name", train_config.names())
 def test_a_config_says_what_to_expect(name):

@@ -8,6 +8,8 @@ from rcd_sgd import Args, Curve
 
 from hetjax.sync import AllReduce, Decentralised
 
+pytestmark = pytest.mark.slow
+
 
 def test_where_a_curve_reaches_the_target():
     curve = Curve([10, 20, 30], [1.0, 2.0, 3.0], [0.5, 0.3, 0.1], [0.0] * 3, [4.0, 8.0, 12.0], 0.0)

@@ -54,6 +54,7 @@ def test_one_run_fills_its_folder(tmp_path, capsys):
     assert str(tmp_path / "run.png") in told
 
 
+@pytest.mark.slow
 def test_without_a_method_equal_and_balanced_run_in_turn(tmp_path, capsys):
     flags = [*TINY, "--steps", "4", "--speeds", "1,0.5", "--row-time", "0.05", "--out", str(tmp_path)]
     assert train.main(flags) == 0
@@ -81,6 +82,7 @@ def whole(tmp_path):
     return losses(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_as_if_nothing_had_happened(tmp_path, whole, monkeypatch, capsys):
     folder = tmp_path / "stopped"
     tell = watch.Follow.__call__

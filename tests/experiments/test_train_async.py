@@ -12,6 +12,8 @@ import train
 
 from hetjax.watch import Report, read_run
 
+pytestmark = pytest.mark.slow
+
 TINY = ["--model", "mlp", "--width", "8", "--batch-size", "64", "--devices", "2", "--smallest-batch", "16"]
 
 

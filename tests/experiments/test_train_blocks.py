@@ -15,6 +15,8 @@ from hetjax.plan.blocks import Blocks
 from hetjax.strategies import resolve
 from hetjax.watch import read_run
 
+pytestmark = pytest.mark.slow
+
 TINY = ["--model", "mlp", "--width", "8", "--batch-size", "64"]
 
 

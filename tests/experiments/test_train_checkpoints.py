@@ -16,6 +16,8 @@ from hetjax import checkpoint, watch
 from hetjax.plan.sampler import Sampler
 from hetjax.watch import read_run
 
+pytestmark = pytest.mark.slow
+
 SAMPLES, BATCH = 143, 30  # five steps an epoch
 
 

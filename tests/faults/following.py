@@ -63,7 +63,9 @@ class Run:
         began = time.monotonic()
         os.kill(pid, number)
         named = re.compile(rf"\[launcher\] process {process} \(pid {pid}\)")
-        until(lambda: any(named.search(line) for _, line in self.said), f"word of process {process}")
+        told = lambda: any(named.search(line) for _, line in self.said)
+        until(lambda: told() or self.launcher.poll() is not None, f"word of process {process}")
+        assert told(), self.said
         return next(when for when, line in self.said if named.search(line)) - began
 
     def end(self):

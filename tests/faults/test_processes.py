@@ -7,11 +7,14 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 from following import DETECTED, Run, until
 from sample_log import check_samples
 from tiny_problem import SAMPLES, trainer_for
 
 from hetjax.checkpoint import latest
+
+pytestmark = pytest.mark.slow
 
 PROGRAM = Path(__file__).with_name("program.py")
 

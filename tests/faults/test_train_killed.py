@@ -5,10 +5,13 @@ import signal
 from pathlib import Path
 
 import numpy as np
+import pytest
 import train
 from following import DETECTED, Run, until
 
 from hetjax.watch import read_run
+
+pytestmark = pytest.mark.slow
 
 TRAIN = Path(train.__file__)
 

@@ -57,6 +57,15 @@ def test_the_first_failure_is_named_and_ends_the_rest(place, how, code, told):
     assert f"{told}; the others are ended" in err
 
 
+def test_who_only_lost_a_killed_one_is_not_blamed(place):
+    """Process 1 ends in error some time before the killed process 0 can be seen to be dead."""
+    program = place.program("if me == 1:\n    sys.exit(1)\ntime.sleep(0.3); os.kill(os.getpid(), 9)")
+    code, _, err = place.run("--processes", 2, "--", program)
+    assert code == 137
+    assert "[launcher] process 0 (pid " in err
+    assert "process 1" not in err
+
+
 def test_who_ignores_sigterm_is_killed_after_the_grace(place):
     stubborn = f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{WAIT}"
     program = place.program(f"if me == 1:\n    while not os.path.exists('ready-0'): pass\n    sys.exit(3)\n{stubborn}")
@@ -146,7 +155,9 @@ def test_a_process_without_a_sign_of_life_is_found_and_named(place):
 
 
 def test_alive_but_without_a_step_is_found_too(place):
-    program = place.program(f"{BEAT}beat.begin(None); beat(Record(step=5 + me), None)\n{WAIT}")
+    """Process 1 goes on, process 0 does not."""
+    forever = "step = 5\nwhile True:\n    beat(Record(step=step), None); step += me; time.sleep(0.01)"
+    program = place.program(f"{BEAT}beat.begin(None)\n{forever}")
     code, _, err = place.run("--step-limit", 1, "--grace", 0.5, "--", program)
     assert code == 124
     assert "process 0 (pid " in err

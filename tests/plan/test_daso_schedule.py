@@ -56,7 +56,7 @@ def test_steps_as_published(skip, wait, steps, expected):
 
 @pytest.mark.parametrize(
     ("needs", "expected"),
-    [(1, "S R1 - - S R1 - - S SR1B"), (2, "S - R2 - S - R2 - S SR1B"), (9, "S - - R3 S - - R3 S SR1B")],
+    [(1, "S R1 - - S R1 - - S SR1B"), (2, "S - R2 - S - R2 - S SR1B"), (9, "S - - - SR4 - - - SR4 SR1B")],
 )
 def test_a_slow_exchange_is_received_later(needs, expected):
     schedule = cycling(4, 1)

@@ -27,6 +27,12 @@ BATCH = 24
 MODELS = ("mlp", "cnn", "transformer")
 ENGINES = ("chunked", "looped", "masked")
 WORKERS = (1, 2, 3, 4, 8)
+QUICK = {"mlp": WORKERS, "cnn": (3, 8), "transformer": (2, 4)}
+GRID = [
+    pytest.param(model, workers, marks=[] if workers in QUICK[model] else pytest.mark.slow)
+    for model in MODELS
+    for workers in WORKERS
+]
 
 
 def _keep_gradient(core, sums):
@@ -87,9 +93,8 @@ def _fit(counts: list[int]) -> np.ndarray:
     return counts
 
 
-@pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "workers"), GRID)
 def test_any_allocation_gives_the_gradient_of_the_whole_batch(model, engine, workers):
     @settings(max_examples=6, suppress_health_check=list(HealthCheck))
     @given(counts=allocations(workers), start=st.sampled_from([0, 13]))

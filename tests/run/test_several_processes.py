@@ -12,6 +12,8 @@ import pytest
 from several_program import runs
 from tiny_problem import BATCH, SAMPLES
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 
 

@@ -7,7 +7,10 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 from decentralised_program import RUNS, results
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 

@@ -99,10 +99,8 @@ class AcrossProcesses:
         self._orders.put(None)
 
     def prepare(self, kind: str, shapes: Leaves) -> None:
-        """Compile for leaves of these shapes before the first step: a collective that all processes take part in."""
         zeros = [np.zeros(x.shape, x.dtype) for x in shapes]
-        if kind == "short":
-            self.rebase(zeros)
+        self.rebase(zeros)
         self.start(kind, [zeros], [1.0], Notes().array()[None]).result()
 
     # -- in the thread --

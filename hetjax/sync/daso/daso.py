@@ -44,8 +44,8 @@ class Daso:
     stability  how much of the loss has to be gained for training to count as moving on
     blend      'delta' or 'paper': what is done with an average that comes late (see blend.py)
     wire       'bfloat16': differences to the last mean travel in 16 bits; 'full': parameters as they are
-    wait       'auto': an exchange is received when it can have arrived, at the latest before the next; 'paper': after a
-               quarter of the skip, which on a slow link makes all stand still for the rest
+    wait       'auto': an exchange is received when it can have arrived, at the latest with the next one; 'paper': after
+               a quarter of the skip, which on a slow link makes all stand still for the rest
     overlap    False: nodes wait for each other at every exchange, which is local SGD
     between    over several processes: 'balanced' (all nodes make the same steps, with samples in proportion to what
                they can do), 'equal', or 'steps' (the same samples a step, and steps in proportion to speed)
@@ -180,11 +180,12 @@ class Daso:
         self.schedule = fresh
 
     def _exchange(self, places: Places, node: Node) -> Exchange:
-        if len(places.workers) == places.nodes:
-            return Stacked(places.leads)
-        if self.reduce is not None and isinstance(self.reduce.exchange, AcrossProcesses):
+        if self.reduce is not None:
             self.reduce.exchange.close()
-        made = AcrossProcesses(places.carriers, self.wait_limit, self.link)
+        several = len(places.workers) < places.nodes
+        made: Exchange = (
+            AcrossProcesses(places.carriers, self.wait_limit, self.link) if several else Stacked(places.leads)
+        )
         for kind, shapes in node.sent_shapes(self.manner.wire == "bfloat16"):
             made.prepare(kind, shapes)
         return made

@@ -48,12 +48,20 @@ class Exchange(Protocol):
 
     nodes: int  # in all
 
+    def prepare(self, kind: str, shapes: Leaves) -> None:
+        """Compile for leaves of these shapes, before the first step. All processes have to call this."""
+        ...
+
     def rebase(self, leaves: Leaves) -> None:
         """The mean that all nodes have before the first exchange of kind 'short'. Nothing is under way then."""
         ...
 
     def start(self, kind: str, leaves_n: Sequence[Leaves], weight_n: Sequence[float], notes_n: np.ndarray) -> Flight:
         """Leaves [1, ...] on the first worker of each node of this process; they must not change until they arrive."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more will be started."""
         ...
 
 
@@ -75,6 +83,11 @@ class Stacked:
         self._before: Leaves = []
         self._programs = {kind: jax.jit(partial(_over_stack, kind, self.nodes)) for kind in KINDS}
 
+    def prepare(self, kind: str, shapes: Leaves) -> None:
+        zeros = [jnp.zeros(x.shape, x.dtype) for x in shapes]
+        self.rebase(zeros)
+        self.start(kind, [zeros] * self.nodes, [1.0] * self.nodes, np.zeros((self.nodes, 1)))
+
     def rebase(self, leaves: Leaves) -> None:
         self._before = jax.device_put(leaves, self.hub)
 
@@ -86,6 +99,9 @@ class Stacked:
         if kind == "short":
             self._before = found
         return _Here(Arrived(found, np.asarray(notes_n)))
+
+    def close(self) -> None:
+        """There is nothing to end."""
 
 
 @dataclass(frozen=True)
