@@ -31,7 +31,7 @@ from hetjax.plan.logarithm import ln
 FIRST_NOISE = 0.12  # relative sd of a timing before any was seen, worth FIRST_WEIGHT timings
 FIRST_WEIGHT = 8.0
 OWN_WEIGHT = 32.0  # timings that the common noise is worth for a single worker
-STARTUP_SHARE, STARTUP_SD = 0.05, 0.3  # of the first time
+STARTUP_SHARE, STARTUP_SD = 0.05, 0.15  # of the first time
 DRIFT = 0.0005  # relative change of a worker's speed per step that is always expected
 RETURN = 0.005  # of the way back to the prior that the startup goes per step
 CLIP = 3.0
@@ -113,7 +113,7 @@ class CostModel:
         self.seen_W = self.seen_W + valid_W
 
     def _begin(self, x_W: np.ndarray, t_W: np.ndarray, first_W: np.ndarray) -> None:
-        """startup = 0.05 t (sd 0.3 t) and startup + per_work x = t (sd sigma t), independent."""
+        """startup = 0.05 t (sd 0.15 t) and startup + per_work x = t (sd sigma t), independent."""
         own_W = STARTUP_SD * STARTUP_SD * t_W * t_W
         self.startup_W = np.where(first_W, STARTUP_SHARE * t_W, self.startup_W)
         self.per_work_W = np.where(first_W, (1.0 - STARTUP_SHARE) * t_W / x_W, self.per_work_W)
