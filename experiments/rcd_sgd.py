@@ -30,7 +30,6 @@ twice: at 0.6 the weighted runs fail on digits, those with --faithful (plain mea
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -52,6 +51,7 @@ from hetjax.source_blocks import make_blocks
 from hetjax.sync import AllReduce, AnySync, Decentralised
 from hetjax.task import Task, make_task
 from hetjax.trainer import Trainer
+from hetjax.watch import write_json
 
 OBJECTIVES = ("facility-location", "graph-cut")
 RULES = ("min-block", "per-rate", "fill")  # beside the default, which depends on the rates
@@ -303,7 +303,7 @@ def main(args: Args) -> list[dict[str, Any]]:
     console.print(f"{args.dataset}, speeds {args.speeds}, {args.seeds} seeds, {time.perf_counter() - start:.0f} s")
     if args.json is not None:
         asked = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(args).items()}
-        args.json.write_text(json.dumps({"args": asked, "rows": rows, "curves": found}, indent=1))
+        write_json(args.json, {"args": asked, "rows": rows, "curves": found})  # NaN, a target that was missed, as null
     return rows
 
 

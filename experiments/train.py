@@ -103,6 +103,7 @@ def run(config: Config, processes: int, heart: Heartbeat | None, console: Consol
     """The one run that was asked for, or equal and balanced in turn."""
     simulation, devices = train_setup.find_devices(config, processes)
     folder, method = config.folder, train_setup.method(config)
+    train_blocks.check_flags(config)
     if not config.compares:
         name, strategy = resolve(**method)
         summary = train(config, name, strategy, folder, devices, simulation, heart, console)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,14 +14,41 @@ from train_config import Config
 from train_setup import numbers
 
 from hetjax.plan.blocks import Blocks
+from hetjax.plan.submodular import recut
 from hetjax.run.simulate import Simulation
-from hetjax.source_blocks import make_blocks, named_features
-from hetjax.strategies import Strategy
+from hetjax.source_blocks import (
+    check_same_data,
+    fingerprint,
+    make_blocks,
+    named_features,
+    read_features,
+    shared_blocks,
+)
+from hetjax.strategies import PRESETS, Strategy
 from hetjax.task import Task
 from hetjax.trainer import Trainer
+from hetjax.watch.bar import progress_bar
 
 FILE = "blocks.npz"
 PROBE_STEPS = 6
+
+
+def check_flags(config: Config) -> None:
+    """Refuse flags of blocks that would do nothing."""
+    method, asked = config.method, config.submodular
+    preset = PRESETS.get(method.strategy or "")
+    partition = method.partition or ("global" if preset is None else preset.partition)
+    given = [f"--{part.name}" for part in fields(asked) if getattr(asked, part.name) is not None]
+    if given and partition != "submodular":
+        raise ValueError(
+            f"{', '.join(given)}: for the blocks of --partition submodular, and this run has the partition "
+            f"{partition!r}. Leave it out, or add --partition submodular."
+        )
+    if asked.blocks is not None and len(given) > 1:
+        raise ValueError(
+            f"{', '.join(given[1:])}: says how to cut blocks, and those in {asked.blocks} are cut. Leave it out, or "
+            "leave --blocks out."
+        )
 
 
 def partition_of(
@@ -31,30 +60,77 @@ def partition_of(
     folder: Path,
     console: Console,
 ) -> str | Blocks:
-    """Blocks from --blocks, from the run that is resumed if they are for as many workers, or made and kept anew."""
+    """Blocks from --blocks; or those of the run that is resumed, re-cut if rates or workers have changed; or new ones.
+
+    Whatever the first process finds or makes goes to all.
+    """
     if strategy.partition != "submodular":
         return strategy.partition
     asked, kept = config.submodular, folder / FILE
     if asked.blocks is not None:
-        return Blocks.load(asked.blocks)
-    if config.output.resume and kept.is_file() and (before := Blocks.load(kept)).workers == len(devices):
-        return before
+        return shared_blocks(lambda: from_file(asked.blocks, task))
+    before = shared_blocks(lambda: of_resumed(config, kept))
+    measures = asked.rates is None and simulation is None
+    if measures and before is not None and before.workers == len(devices):
+        return before  # rates measured again would differ a little, and move samples for nothing
     rates_W = rates(config, task, devices, simulation)
-    blocks = make_blocks(
-        task.train,
-        rates_W.tolist(),
-        features=named_features(asked.features),
-        objective=asked.objective,
-        rule="min-block" if config.method.faithful else "auto",
-        carry=not config.method.faithful,
-    )
-    told = ", ".join(f"{rate:.3g}" for rate in rates_W)
-    said = f"blocks of {blocks.sizes_W.tolist()} samples for rates {told} ({blocks.settings['name']})"
-    console.print(said, soft_wrap=True, highlight=False)
-    if jax.process_index() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        blocks.save(kept)
+    if len(rates_W) != len(devices):
+        raise ValueError(f"There are {len(rates_W)} rates for {len(devices)} workers: give one each.")
+    return shared_blocks(lambda: cut(config, task, before, rates_W, kept, console))
+
+
+def from_file(path: Path, task: Task) -> Blocks:
+    blocks = Blocks.load(path)
+    check_same_data(blocks, fingerprint(task.train), path)
     return blocks
+
+
+def of_resumed(config: Config, kept: Path) -> Blocks | None:
+    """The blocks of the run that is resumed, if they were cut as is asked for now."""
+    if not (config.output.resume and kept.is_file()):
+        return None
+    before = Blocks.load(kept)
+    return before if all(before.settings.get(name) == value for name, value in wanted(config).items()) else None
+
+
+def wanted(config: Config) -> dict[str, Any]:
+    """The settings of blocks that flags stand for."""
+    asked = config.submodular
+    return {
+        "objective": asked.objective or "facility-location",
+        "features": asked.features or "pca",
+        "carry": not config.method.faithful,
+    }
+
+
+def cut(config: Config, task: Task, before: Blocks | None, rates_W: np.ndarray, kept: Path, console: Console) -> Blocks:
+    """Blocks for these rates, kept in a file: from earlier ones with few samples moved, or from scratch."""
+    if before is not None and _alike(before.rates_W, rates_W):
+        return before
+    settings, rule = wanted(config), "min-block" if config.method.faithful else "auto"
+    features = named_features(settings["features"])
+    with progress_bar("blocks", len(task.train), console) as tick:
+        if before is None:
+            options = {"rule": rule, "objective": settings["objective"], "carry": settings["carry"], "progress": tick}
+            blocks = make_blocks(task.train, rates_W.tolist(), features=features, **options)
+            blocks = blocks.renamed(**settings, dataset=config.data.dataset, data=fingerprint(task.train))
+            told = ""
+        else:
+            left = max(0, before.workers - len(rates_W))  # the last ones: who it was is not known
+            features_DxF = read_features(task.train, features)
+            found = recut(before, features_DxF, np.pad(rates_W, (0, left)), rule=rule, progress=tick)
+            blocks, told = replace(found.blocks, rates_W=rates_W), f"; {found.told}"
+    sizes, by_rate = blocks.sizes_W.tolist(), ", ".join(f"{rate:.3g}" for rate in rates_W)
+    said = f"blocks of {sizes} samples for rates {by_rate} ({blocks.settings['name']}){told}"
+    console.print(said, soft_wrap=True, highlight=False)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    blocks.save(kept)
+    return blocks
+
+
+def _alike(before_W: np.ndarray, now_W: np.ndarray) -> bool:
+    """Whether rates stand in the same proportions."""
+    return len(before_W) == len(now_W) and np.allclose(before_W / before_W.sum(), now_W / now_W.sum())
 
 
 def rates(config: Config, task: Task, devices: list[jax.Device], simulation: Simulation | None) -> np.ndarray:

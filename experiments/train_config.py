@@ -170,10 +170,12 @@ class Submodular:
     """file that 'python -m hetjax partition' wrote; without it the blocks are made at the start of the run"""
     rates: Annotated[str | None, _shown("LIST")] = None
     """of the workers, such as 4,2,1,1; the simulated speeds unless told, or measured in a few steps"""
-    objective: Literal["facility-location", "graph-cut"] = "facility-location"
-    """how well a block stands for the whole"""
-    features: Annotated[str, tyro.conf.arg(metavar="raw|pca[:N]|MODULE:FUNCTION")] = "pca"
-    """what similarity is measured on"""
+    objective: Annotated[Literal["facility-location", "graph-cut"] | None, _shown("{facility-location,graph-cut}")] = (
+        None
+    )
+    """how well a block stands for the whole; facility-location unless told"""
+    features: Annotated[str | None, _shown("raw|pca[:N]|MODULE:FUNCTION")] = None
+    """what similarity is measured on; pca unless told"""
 
 
 @dataclass(frozen=True)

@@ -51,9 +51,9 @@ def partition(
     dataset: tyro.conf.Positional[str],
     rates: Annotated[str | None, tyro.conf.arg(metavar="LIST", help_behavior_hint="")] = None,
     workers: Annotated[int, tyro.conf.arg(metavar="INT")] = 4,
-    objective: str = "facility-location",
-    rule: str = "auto",
-    features: str = "pca",
+    objective: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None,
+    rule: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None,
+    features: Annotated[str | None, tyro.conf.arg(metavar="NAME", help_behavior_hint="")] = None,
     bandwidth: Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")] = None,
     pseudo_classes: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")] = None,
     out: Path = Path("blocks.npz"),
@@ -64,17 +64,19 @@ def partition(
     """Cut a data set into one block per worker that each stand for the whole (submodular greedy, arXiv 2211.00839).
 
     Args:
-        dataset: digits, synthetic, idx:DIR, npz:FILE or tfds:NAME
+        dataset: digits, synthetic, idx:DIR, npz:FILE (labels, other targets or none) or tfds:NAME
         rates: of the workers, such as 4,2,1,1; the blocks follow them
         workers: instead of rates: so many of equal rate
-        objective: facility-location or graph-cut
-        rule: who chooses next: min-block (published), per-rate, fill, parts; auto: min-block at equal rates, else parts
-        features: what similarity is measured on: raw, pca, pca:COMPONENTS, or MODULE:FUNCTION of a batch
+        objective: facility-location (unless told) or graph-cut
+        rule: who chooses next: min-block (published), per-rate, fill, parts; unless told auto: min-block at equal
+            rates, else parts
+        features: what similarity is measured on: raw, pca (unless told), pca:COMPONENTS, or MODULE:FUNCTION of a batch
         bandwidth: of the Gaussian kernel; the median distance within each class unless told
-        pseudo_classes: so many by k-means in place of labels
+        pseudo_classes: so many by k-means in place of labels; 10 unless told where there are none
         out: file of the blocks; a picture is put beside it
-        recut: file of earlier blocks: move as few of their samples as the new rates need
-        compare: cut by every objective and rule and compare them all
+        recut: file of earlier blocks of the same data: move as few of their samples as the new rates need
+        compare: cut by every objective and rule too, for the report; without it only random and class-balanced blocks
+            are beside these
         seed: of random partitions and pseudo-classes
     """
     from hetjax.blocks_command import cut, parse_rates

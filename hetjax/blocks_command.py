@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from hetjax import blocks_report
-from hetjax.data import load
+from hetjax.data import RowSource, load
+from hetjax.data.npz import npz_samples
 from hetjax.plan.blocks import Blocks, checked_rates, class_balanced_blocks, random_blocks
 from hetjax.plan.quality import quality
 from hetjax.plan.submodular import OBJECTIVES, RULES, recut, submodular_blocks
 from hetjax.plan.submodular.cut import chosen_rule
-from hetjax.plan.submodular.greedy import Progress as Tick
-from hetjax.source_blocks import named_features, read_classes, read_features
+from hetjax.source_blocks import check_same_data, fingerprint, named_features, read_classes, read_features
+from hetjax.watch.bar import progress_bar
 
 
 def cut(
@@ -26,44 +25,56 @@ def cut(
     out: Path,
     console: Console,
     *,
-    objective: str,
-    rule: str,
-    features: str,
-    bandwidth: float | None,
-    pseudo_classes: int | None,
-    compare: bool,
-    old: Path | None,
-    seed: int,
+    objective: str | None = None,
+    rule: str | None = None,
+    features: str | None = None,
+    bandwidth: float | None = None,
+    pseudo_classes: int | None = None,
+    compare: bool = False,
+    old: Path | None = None,
+    seed: int = 0,
 ) -> None:
     """Cut anew, or re-cut an old partition, and tell everything about it."""
     rates_W = checked_rates(rates)
-    source = load(dataset, "train")
+    before = None if old is None else Blocks.load(old)
+    if before is not None:
+        given = {"objective": objective, "rule": rule, "bandwidth": bandwidth, "pseudo-classes": pseudo_classes}
+        features = _settled(before, f"{old}", features, {**given, "compare": compare or None})
+    features = features or "pca"
+    source = _samples(dataset)
+    data = fingerprint(source)
+    if before is not None:
+        check_same_data(before, data, f"{old}")
     features_DxF = read_features(source, named_features(features))
     told = f"{source.description.name}: {len(source):,} samples, features {features} of {features_DxF.shape[1]}"
     console.print(told, highlight=False, soft_wrap=True)
-    if old is not None:
-        name, blocks = "re-cut", _moved(old, features_DxF, rates_W, console)
+    if before is not None:
+        name = "re-cut"
+        with progress_bar(name, len(source), console) as tick:
+            new = recut(before, features_DxF, rates_W, progress=tick)
+        blocks = new.blocks
+        console.print(new.told, highlight=False, soft_wrap=True)
     else:
         classes_D = read_classes(source, features_DxF, pseudo_classes, seed)
         width = "median" if bandwidth is None else bandwidth
         make = lambda f, r, tick: submodular_blocks(
             features_DxF, classes_D, rates_W, objective=f, rule=r, bandwidth=width, progress=tick
         )
-        rule = chosen_rule(rule, rates_W)
+        objective, rule = objective or "facility-location", chosen_rule(rule or "auto", rates_W)
         name = f"{objective}, {rule}"
-        with _bar(name, len(source), console) as tick:
+        with progress_bar(name, len(source), console) as tick:
             blocks = make(objective, rule, tick)
-    blocks = blocks.renamed(dataset=dataset, features=features)
+    blocks = blocks.renamed(dataset=dataset, features=features, data=data)
     blocks.save(out)
     partitions = {name: blocks}
     for other in (random_blocks, class_balanced_blocks):
         chance = other(blocks.classes_D, rates_W, seed)
         partitions[str(chance.settings["name"])] = chance
-    if compare and old is None:
+    if compare:
         for f in OBJECTIVES:
             for r in RULES:
                 if (other_name := f"{f}, {r}") not in partitions:
-                    with _bar(other_name, len(source), console) as tick:
+                    with progress_bar(other_name, len(source), console) as tick:
                         partitions[other_name] = make(f, r, tick)
     widths = blocks.settings["bandwidths"]
     with console.status("measuring"):
@@ -86,24 +97,26 @@ def parse_rates(text: str | None, workers: int) -> list[float]:
         raise ValueError(f"--rates is {text!r}: expected numbers with commas between, such as 4,2,1,1.") from None
 
 
-def _moved(old: Path, features_DxF: np.ndarray, rates_W: np.ndarray, console: Console) -> Blocks:
-    before = Blocks.load(old)
-    with _bar("re-cut", len(features_DxF), console) as tick:
-        new = recut(before, features_DxF, rates_W, progress=tick)
-    console.print(
-        f"{new.moved:,} samples moved; a cut from scratch would move {new.fresh_moved:,}. f in all: "
-        f"{new.value_before:,.1f} before, {new.value_after:,.1f} now, {new.value_fresh:,.1f} from scratch "
-        f"({new.lost:+.3%} lost).",
-        highlight=False,
-        soft_wrap=True,
-    )
-    return new.blocks
+def _settled(before: Blocks, path: str, features: str | None, given: Mapping[str, Any]) -> str:
+    """The features that earlier blocks were cut by; refuses flags that they leave nothing to decide."""
+    ignored = [f"--{name}" for name, value in given.items() if value is not None]
+    if ignored:
+        raise ValueError(
+            f"{', '.join(ignored)} cannot be given with --recut, which keeps to what {path} was cut by. Leave it out, "
+            "or cut anew without --recut."
+        )
+    kept = before.settings.get("features")
+    if kept is None and features is None:
+        raise ValueError(f"{path} does not say what features it was cut by: give them by --features.")
+    if kept is not None and features not in (None, kept):
+        raise ValueError(
+            f"{path} was cut by the features {kept}, and --features is {features}. Leave it out, or cut anew without "
+            "--recut."
+        )
+    return str(kept or features)
 
 
-@contextmanager
-def _bar(name: str, total: int, console: Console) -> Iterator[Tick]:
-    """A progress bar on a terminal, one line elsewhere; told how many samples have been placed since."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
-        task = progress.add_task(name, total=total)
-        yield lambda placed: progress.advance(task, placed)
+def _samples(dataset: str) -> RowSource:
+    """Labels are not needed here: an NPZ file may hold any targets, or none."""
+    kind, _, place = dataset.partition(":")
+    return npz_samples(place) if kind == "npz" and place else load(dataset, "train")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from hetjax.data.memory import MemorySource
@@ -13,6 +15,7 @@ from hetjax.data.source import Batch, Source, fetch
 from hetjax.plan.blocks import Blocks, class_balanced_blocks, random_blocks
 from hetjax.plan.submodular import flat_features, principal_components, submodular_blocks
 from hetjax.plan.submodular.clusters import k_means
+from hetjax.run.agree import digest, gather
 
 Embedding = Callable[[Batch], Any]  # a batch of the source -> one row of numbers per sample
 KINDS = ("submodular", "random", "class-balanced")
@@ -34,8 +37,10 @@ def make_blocks(
 
     kind            'submodular', or 'random' and 'class-balanced' to compare with (then no features are read)
     features        'raw', 'pca' (50 components), 'pca:N', or a function of a batch, for instance a trained layer
-    pseudo_classes  so many by k-means of the features in place of labels; also for targets that are no whole numbers
+    pseudo_classes  so many by k-means: of targets that are no whole numbers, else of the features in place of labels
     options         of `hetjax.plan.submodular.submodular_blocks`: objective, rule, bandwidth, progress, ...
+
+    Over several processes one of them is enough: see `shared_blocks`.
     """
     source = MemorySource(source) if isinstance(source, Mapping) else source
     if kind not in KINDS:
@@ -48,8 +53,35 @@ def make_blocks(
         return (random_blocks if kind == "random" else class_balanced_blocks)(classes_D, rates_W, seed)
     features_DxF = read_features(source, features)
     classes_D = read_classes(source, features_DxF, pseudo_classes, seed)
-    told = features if isinstance(features, str) else getattr(features, "__qualname__", type(features).__name__)
+    told = features if isinstance(features, str) else _name(features)
     return submodular_blocks(features_DxF, classes_D, rates_W, **options).renamed(features=told)
+
+
+def shared_blocks(make: Callable[[], Blocks | None]) -> Blocks | None:
+    """What `make` gives in the first process, in all of them: machines may round unlike, and a cut can take minutes.
+
+    All processes have to call this; only the first calls `make`.
+    """
+    told = None
+    if jax.process_index() == 0 and (made := make()) is not None:
+        arrays = (made.owner_D, made.classes_D, made.rates_W)
+        told = [*(array.tolist() for array in arrays), dict(made.settings)]
+    first = gather(told)[0]
+    return None if first is None else Blocks(*first)
+
+
+def fingerprint(source: Source) -> str:
+    """Of all samples in their order: tells a data set from others, wherever its files lie."""
+    return digest([digest(fetch(source, indices)) for indices in _parts(source)])
+
+
+def check_same_data(blocks: Blocks, data: str, path: str | Path) -> None:
+    """Refuse blocks from a file that were cut from samples of another fingerprint, where the file says so."""
+    if blocks.settings.get("data", data) != data:
+        raise ValueError(
+            f"The blocks in {path} were cut from other samples ({blocks.settings.get('dataset', 'unnamed')}). Give the "
+            "data set that they are of, unchanged, or cut anew."
+        )
 
 
 def read_features(source: Source, features: str | Embedding = "pca") -> np.ndarray:
@@ -68,11 +100,14 @@ def read_classes(
 ) -> np.ndarray:
     """The label of every sample; pseudo-classes of the targets where those are no whole numbers, else of the features.
 
-    Ten pseudo-classes unless told, or fewer where samples are few.
+    `pseudo_classes` asks for so many, in place of labels too; ten unless told, or fewer where samples are few.
     """
-    count = min(pseudo_classes or 10, len(source))
-    if pseudo_classes is None and (label_D := _labels(source)) is not None:
-        return label_D if np.issubdtype(label_D.dtype, np.integer) else k_means(label_D, count, seed)
+    count = min(10, len(source)) if pseudo_classes is None else pseudo_classes
+    label_D = _labels(source)
+    if label_D is not None and not np.issubdtype(label_D.dtype, np.integer):
+        return k_means(label_D, count, seed)
+    if label_D is not None and pseudo_classes is None:
+        return label_D
     return k_means(read_features(source) if features_DxF is None else features_DxF, count, seed)
 
 
@@ -92,8 +127,7 @@ def named_features(text: str) -> str | Embedding:
 
 def _read(source: Source, of_batch: Embedding) -> np.ndarray:
     parts = []
-    for lo in range(0, len(source), _ROWS):
-        indices = np.arange(lo, min(lo + _ROWS, len(source)))
+    for indices in _parts(source):
         part = np.asarray(of_batch(fetch(source, indices)))
         if part.ndim == 0 or len(part) != len(indices):
             raise ValueError(f"Features of shape {part.shape} for a batch of {len(indices)}: expected one row each.")
@@ -118,6 +152,14 @@ def _labels(source: Source) -> np.ndarray | None:
         return None
     if isinstance(source, MemorySource):
         return source.arrays["label"]
-    return np.concatenate(
-        [fetch(source, np.arange(lo, min(lo + _ROWS, len(source))))["label"] for lo in range(0, len(source), _ROWS)]
-    )
+    return np.concatenate([fetch(source, indices)["label"] for indices in _parts(source)])
+
+
+def _parts(source: Source) -> Iterator[np.ndarray]:
+    """All indices, in pieces that fit into memory."""
+    return (np.arange(lo, min(lo + _ROWS, len(source))) for lo in range(0, len(source), _ROWS))
+
+
+def _name(embedding: Embedding) -> str:
+    """As MODULE:FUNCTION, which `named_features` finds again unless it is inside another function."""
+    return f"{embedding.__module__}:{getattr(embedding, '__qualname__', type(embedding).__name__)}"

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from hetjax.data.memory import MemorySource, check_labels, labelled_images
+from hetjax.data.source import Description
 from hetjax.data.split import check_split, stratified
 
 _PAIRS = (("x", "y"), ("image", "label"), ("images", "labels"))
@@ -47,6 +48,31 @@ def npz_source(file: str | Path, split: str = "train", *, classes: int | None = 
     if keep is not None:
         image, label = image[keep], label[keep]
     return labelled_images(image, label, classes, name=path.stem, origin=str(path))
+
+
+def npz_samples(file: str | Path) -> MemorySource:
+    """The training samples for what needs no labels: targets may be any numbers, or missing.
+
+    Where they are no labels all rows of x count, since there is nothing to split by, or those of x_train.
+    """
+    path = Path(file)
+    arrays = _read(path)
+    for x, y in ((f"{x}{part}", f"{y}{part}") for part in ("_train", "") for x, y in _PAIRS):
+        if x not in arrays:
+            continue
+        target = arrays.get(y)
+        if target is not None and np.issubdtype(target.dtype, np.integer):
+            break
+        checked = labelled_images(
+            arrays[x], np.zeros(arrays[x].shape[:1], np.int32), 1, name=path.stem, origin=str(path)
+        )
+        samples = {"image": checked.arrays["image"]}
+        if target is not None:
+            if target.dtype.kind not in "fb" or not np.isfinite(target).all():
+                raise ValueError(f"{path}: the targets {y} have to be finite numbers. Remove or repair the others.")
+            samples["label"] = target
+        return MemorySource(samples, Description(path.stem, checked.description.input_shape))
+    return npz_source(path)
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:

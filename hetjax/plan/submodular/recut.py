@@ -35,6 +35,15 @@ class Recut:
         """The share of f that moving few samples cost against a cut from scratch; NaN where none was made."""
         return 1.0 - self.value_after / self.value_fresh if self.value_fresh else float("nan")
 
+    @property
+    def told(self) -> str:
+        """For people."""
+        return (
+            f"{self.moved:,} samples moved; a cut from scratch would move {self.fresh_moved:,}. f in all: "
+            f"{self.value_before:,.1f} before, {self.value_after:,.1f} now, {self.value_fresh:,.1f} from scratch "
+            f"({self.lost:+.3%} lost)."
+        )
+
 
 def recut(
     blocks: Blocks,
