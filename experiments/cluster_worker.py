@@ -132,10 +132,9 @@ def main() -> None:
         prices = {rung: round(1e6 * price / rung, 1) for rung, price in sorted(ladder.list.prices.items())}
         parent.tell(parameters=int(sum(np.size(p) for p in params.values())), us_per_row=prices)
 
-        def run(name: str, by_step: dict[int, Sequence[float]], steps: int) -> dict[str, Any]:
+        def run(kind: str, options: dict[str, int], by_step: dict[int, Sequence[float]], steps: int) -> dict[str, Any]:
             nonlocal state
-            kind, _, every = name.partition("@")
-            trainer.controller = controllers.make(kind, **({"every": int(every)} if every else {}))
+            trainer.controller = controllers.make(kind, **options)
             parent.ask_for(None)  # what is left to compile is compiled at full speed
             state, history = trainer.fit(state, data, steps=steps, hooks=[Quotas(parent, by_step, state.step)])
             return told(history)
@@ -145,14 +144,14 @@ def main() -> None:
             parent.tell(solo=solo_rates(trainer, state, data, quotas, orders["solo_s"]))
 
         solo()
-        for name in orders["controllers"]:
-            parent.tell(controller=name, quiet=run(name, {0: quotas}, orders["steps"]))
+        for name, *made in orders["controllers"]:
+            parent.tell(controller=name, quiet=run(*made, {0: quotas}, orders["steps"]))
             solo()
         swapped = [quotas[-1], *quotas[1:-1], quotas[0]]
         every, swaps = orders["swap_every"], orders["swaps"]
         by_step = {0: quotas} | {every * k: swapped if k % 2 else quotas for k in range(1, swaps + 1)}
-        for name in orders["controllers"] if swaps else ():
-            parent.tell(controller=name, swapped=run(name, by_step, every * (swaps + 1)))
+        for name, *made in orders["controllers"] if swaps else ():
+            parent.tell(controller=name, swapped=run(*made, by_step, every * (swaps + 1)))
     leave(0, together=True)
 
 

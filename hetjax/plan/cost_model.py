@@ -8,6 +8,14 @@ number learned fast, and a factor per worker learned slowly.
     update      theta += P h' z / sqrt S,  P -= P h' h P / S
     forgetting  P += q^2 theta theta'; and the startup returns to its prior, rate r, at the same time for x
 
+Workers on one machine, or behind one switch, are also slow together: t = (1 + c) (h theta + own noise), c of mean 0 and
+sd tau, drawn for each step. It says nothing about shares, so its best estimate is divided out first:
+
+    c = sum(r / v) / (1 / tau^2 + sum(1 / v))      r = e / (h theta), v its variance without c, r / sd clipped at 3
+    tau^2 = mean over steps of r_i r_j, i not j
+
+What most of the workers have in common far outside the noise is divided out whole.
+
 Forgetting acts along theta: a worker may become faster or slower as a whole. The split of that time into startup and
 per_work falls back to what was assumed in the beginning, mean and sd: a constant x says nothing about it (forgetting
 all of P would wind it up without bound), and what a drift has made of it must not be trusted for ever.
@@ -30,6 +38,7 @@ from hetjax.plan.logarithm import ln
 
 FIRST_NOISE = 0.12  # relative sd of a timing before any was seen, worth FIRST_WEIGHT timings
 FIRST_WEIGHT = 8.0
+COMMON_WEIGHT = 16.0  # steps that the assumption of no common noise is worth
 OWN_WEIGHT = 32.0  # timings that the common noise is worth for a single worker
 STARTUP_SHARE, STARTUP_SD = 0.05, 0.15  # of the first time
 DRIFT = 0.0005  # relative change of a worker's speed per step that is always expected
@@ -47,7 +56,7 @@ class CostModel:
     saved = (
         "startup_W", "per_work_W", "var_ss_W", "var_sp_W", "var_pp_W", "seen_W", "noise", "weight", "ratio_W",
         "doubt_W", "kept_5xW", "lasting", "passing", "sums_2xSxW", "clock", "age_W", "work_W", "steady_W",
-        "jumped", "passed", "shifted",
+        "jumped", "passed", "shifted", "common", "common_weight",
     )  # fmt: skip
 
     def __init__(self, workers: int) -> None:
@@ -56,6 +65,7 @@ class CostModel:
         self.var_ss_W, self.var_sp_W, self.var_pp_W = zero_W, zero_W, zero_W
         self.seen_W = np.zeros(workers, np.int64)
         self.noise, self.weight = FIRST_NOISE, FIRST_WEIGHT
+        self.common, self.common_weight = 0.0, COMMON_WEIGHT  # tau^2
         self.ratio_W = np.ones(workers)  # a worker's noise variance over the common one
         self.doubt_W = np.zeros(workers, bool)  # rescaled by the last timing, the model before is kept
         self.kept_5xW = np.zeros((5, workers))
@@ -123,7 +133,38 @@ class CostModel:
             first_W, (own_W + self.noise * self.noise * self.ratio_W * t_W * t_W) / (x_W * x_W), self.var_pp_W
         )
 
+    def _without_common(self, x_W: np.ndarray, t_W: np.ndarray, on_W: np.ndarray) -> np.ndarray:
+        """The timings with what is common to all divided out; a tenth of that is learned, should it last."""
+        on_W = on_W & ~self.doubt_W
+        number = int(on_W.sum())
+        if number < 2:
+            return t_W
+        time_W = np.where(on_W, self.startup_W + self.per_work_W * x_W, 1.0)
+        own_W = np.where(on_W, np.square(self.relative_sd(x_W)) + np.square(self.noise_W), 1.0)
+        limit_W = CLIP * np.sqrt(own_W + self.common)
+        r_W = np.where(on_W, t_W / time_W - 1.0, 0.0)
+        mild_W = np.clip(r_W, -limit_W, limit_W)
+        sum_r = float(mild_W.sum())
+        pairs = (sum_r * sum_r - float((mild_W * mild_W).sum())) / (number * (number - 1))
+        factor = 1.0 + self._event(r_W[on_W], float(limit_W[on_W].sum()) / number)
+        if self.common > 0:
+            rest_W = np.where(on_W, np.clip((1.0 + r_W) / factor - 1.0, -limit_W, limit_W) / own_W, 0.0)
+            factor *= 1.0 + float(rest_W.sum()) / (1.0 / self.common + float((on_W / own_W).sum()))
+        self.common_weight = min(self.common_weight + 1.0, NOISE_MEMORY)
+        self.common = max(self.common + (pairs - self.common) / self.common_weight, 0.0)
+        everybody_W = np.ones(len(t_W), bool)
+        self._rescale(everybody_W, np.full(len(t_W), 1.0 + 0.1 * (factor - 1.0)), 0.0)
+        return t_W / (1.0 + 0.9 * (factor - 1.0))
+
+    def _event(self, r_N: np.ndarray, limit: float) -> float:
+        """How far most of the workers were off to the same side, if that is outside the noise; else 0."""
+        number, most = len(r_N), len(r_N) // 2 + 1
+        r_N = np.sort(r_N)
+        least, highest = float(r_N[number - most]), float(r_N[most - 1])
+        return least if least > limit else highest if highest < -limit else 0.0
+
     def _learn(self, x_W: np.ndarray, t_W: np.ndarray, on_W: np.ndarray) -> None:
+        t_W = self._without_common(x_W, t_W, on_W)
         if self.doubt_W.any():
             self._settle_doubts(x_W, t_W, on_W)
         self._forget(on_W)
