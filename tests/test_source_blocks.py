@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
 from hetjax.__main__ import main
 from hetjax.data import MemorySource, load
 from hetjax.plan.blocks import Blocks
-from hetjax.plan.submodular import principal_components, submodular_blocks
-from hetjax.source_blocks import make_blocks, named_features, read_classes, read_features
+from hetjax.plan.submodular import principal_components, recut, submodular_blocks
+from hetjax.plan.submodular.clusters import k_means
+from hetjax.source_blocks import (
+    fingerprint,
+    make_blocks,
+    named_features,
+    read_classes,
+    read_features,
+    shared_blocks,
+)
 
 
 def arrays(size=60, **more):
@@ -53,6 +63,11 @@ def test_labels_targets_and_nothing_at_all():
     targets = np.repeat([0.1, 7.3], 30)
     found = read_classes(MemorySource(arrays(label=targets)), None, seed=1)
     assert all(np.unique(targets[found == c]).size == 1 for c in np.unique(found))
+    three = read_classes(MemorySource(arrays(label=np.repeat([0.1, 7.3, 9.0], 20))), np.zeros((60, 1)), 3)
+    assert [len({*three[lo : lo + 20]}) for lo in (0, 20, 40)] == [1, 1, 1]  # by targets, with a number asked for too
+    assert len({*three}) == 3
+    with pytest.raises(ValueError, match="61 pseudo-classes"):
+        read_classes(MemorySource(data), np.zeros((60, 1)), 61)
     two = read_features(MemorySource(data), "raw")
     two[:30] += 100
     unlabelled = read_classes(MemorySource({"image": data["image"]}), two, 2)
@@ -76,6 +91,31 @@ def test_submodular_blocks_of_a_source_are_those_of_its_features():
     )
     assert np.array_equal(blocks.owner_D, expected.owner_D)
     assert blocks.settings["features"] == "raw"
+
+
+def test_blocks_remember_their_features_so_that_they_are_found_again():
+    told = make_blocks(arrays(), [2, 1], features=mean_and_spread).settings["features"]
+    assert named_features(told) is mean_and_spread
+
+
+def test_shared_blocks_of_one_process_are_its_own():
+    blocks = make_blocks(arrays(), [0.1, 0.7], features="raw")
+    there = shared_blocks(lambda: blocks)
+    assert np.array_equal(there.owner_D, blocks.owner_D)
+    assert np.array_equal(there.classes_D, blocks.classes_D)
+    assert there.rates_W.tolist() == [0.1, 0.7]
+    assert there.settings == blocks.settings
+    assert shared_blocks(lambda: None) is None
+
+
+def test_a_fingerprint_tells_samples_apart_and_not_kinds_of_source():
+    data = arrays(1500)
+    changed = data["image"].copy()
+    changed[1400, 0, 0] ^= 1
+    one = fingerprint(MemorySource(data))
+    assert one == fingerprint(OneByOne(data["image"] * np.float32(1 / 255), data["label"]))
+    assert one != fingerprint(MemorySource(data | {"image": changed}))
+    assert one != fingerprint(MemorySource(data | {"label": data["label"][::-1]}))
 
 
 @pytest.mark.parametrize(
@@ -126,3 +166,71 @@ def test_the_command_explains_mistakes(tmp_path, capsys):
     ):
         assert main(["partition", *arguments, "--out", str(tmp_path / "b.npz")]) == 2
         assert sentence in capsys.readouterr().err
+
+
+@pytest.fixture
+def no_picture(monkeypatch):
+    """Drawing takes longer than all the rest."""
+    monkeypatch.setattr("hetjax.blocks_report.draw", lambda out, *_: (out, out))
+
+
+def partition(tmp_path, name, *flags, **saved):
+    """The blocks that the command makes of these arrays."""
+    np.savez(tmp_path / "data.npz", **saved)
+    assert main(["partition", f"npz:{tmp_path / 'data.npz'}", *flags, "--out", str(tmp_path / name)]) == 0
+    return Blocks.load(tmp_path / name)
+
+
+def test_the_command_takes_an_embedding_a_bandwidth_and_pseudo_classes(tmp_path, no_picture):
+    data = arrays(60)
+    flags = ["--features", "test_source_blocks:mean_and_spread", "--bandwidth", "0.2", "--pseudo-classes", "4"]
+    flags += ["--objective", "graph-cut", "--rule", "per-rate", "--rates", "2,1", "--seed", "5"]
+    found = partition(tmp_path, "b.npz", *flags, x_train=data["image"], y_train=data["label"], x_test=0, y_test=0)
+    x = mean_and_spread({"image": data["image"] * np.float32(1 / 255)}).astype(np.float32)
+    classes = k_means(x, 4, 5)
+    expected = submodular_blocks(x, classes, [2, 1], objective="graph-cut", rule="per-rate", bandwidth=0.2)
+    assert np.array_equal(found.owner_D, expected.owner_D)
+    assert np.array_equal(np.unique(found.classes_D, return_counts=True)[1], np.bincount(classes))
+    assert found.settings["bandwidths"] == [0.2] * 4
+
+
+@pytest.mark.parametrize("targets", [None, np.repeat([0.5, 20.0, 3.25], [30, 20, 10])])
+def test_the_command_needs_no_labels(tmp_path, no_picture, targets):
+    image = np.random.default_rng(1).normal(size=(60, 3)) + np.repeat([0.0, 50.0, 100.0], [10, 20, 30])[:, None]
+    saved = {"x": image} if targets is None else {"x": image, "y": targets}
+    found = partition(tmp_path, "b.npz", "--pseudo-classes", "3", "--rates", "4,1", "--features", "raw", **saved)
+    bounds = [0, 10, 30, 60] if targets is None else [0, 30, 50, 60]  # all rows, by what there is to tell them apart
+    for lo, hi in pairwise(bounds):
+        assert len({*found.classes_D[lo:hi]}) == 1
+        assert np.bincount(found.owner_D[lo:hi]).tolist() == [(hi - lo) * 4 // 5, (hi - lo) // 5]
+
+
+def test_targets_that_are_no_numbers_are_named(tmp_path, capsys):
+    np.savez(tmp_path / "data.npz", x=arrays(20)["image"], y=np.full(20, np.nan))
+    assert main(["partition", f"npz:{tmp_path / 'data.npz'}"]) == 2
+    assert "the targets y have to be finite numbers" in capsys.readouterr().err
+
+
+def test_a_recut_keeps_to_the_features_and_the_data_of_the_file(tmp_path, no_picture, capsys):
+    data = {"x_train": arrays(60)["image"], "y_train": arrays(60)["label"], "x_test": 0, "y_test": 0}
+    old = partition(tmp_path, "old.npz", "--rates", "2,1", "--features", "raw", "--bandwidth", "0.5", **data)
+    again = ["--recut", str(tmp_path / "old.npz"), "--rates", "1,2"]
+    found = partition(tmp_path, "new.npz", *again, **data)
+    raw = read_features(MemorySource(arrays(60)), "raw")
+    assert np.array_equal(found.owner_D, recut(old, raw, [1, 2]).blocks.owner_D)
+    assert found.settings["features"] == "raw"
+    for flags, sentence in (
+        (["--features", "pca"], "old.npz was cut by the features raw, and --features is pca"),
+        (["--objective", "graph-cut"], "--objective cannot be given with --recut"),
+        (["--rule", "fill", "--compare"], "--rule, --compare cannot"),
+        (["--bandwidth", "1"], "--bandwidth cannot"),
+        (["--pseudo-classes", "3"], "--pseudo-classes cannot"),
+    ):
+        assert main(["partition", f"npz:{tmp_path / 'data.npz'}", *again, *flags]) == 2
+        assert sentence in capsys.readouterr().err
+    np.savez(tmp_path / "data.npz", **data | {"x_train": data["x_train"][::-1]})
+    assert main(["partition", f"npz:{tmp_path / 'data.npz'}", *again]) == 2
+    assert "old.npz were cut from other samples" in capsys.readouterr().err
+    submodular_blocks(raw, np.zeros(60), [1, 1]).save(tmp_path / "old.npz")
+    assert main(["partition", f"npz:{tmp_path / 'data.npz'}", *again]) == 2
+    assert "does not say what features" in capsys.readouterr().err
