@@ -26,11 +26,12 @@ from hetjax.plan.limits import Limits
 from hetjax.plan.node_sampler import NodeSampler
 from hetjax.plan.partition import BlockSampler, ProportionalSampler
 from hetjax.plan.sampler import Sampler, Step
-from hetjax.run.agree import digest, gather, same
+from hetjax.run.agree import Disagreement, digest, gather, same
 from hetjax.run.calibrate import time_local_phases
 from hetjax.run.clocks import Lap, no_hold
 from hetjax.run.compiles import compiles
 from hetjax.run.engines import Rows
+from hetjax.run.engines.choose import per_worker
 from hetjax.run.engines.protocol import Replicas
 from hetjax.run.layout import Report
 from hetjax.run.reduce import Reduce, make_reduce, own_slots
@@ -152,11 +153,19 @@ class Trainer:
             "rungs": rungs,
             "complete": complete_ladder,
         }
+        self._batch = self.batch_size  # most samples of a step for these workers
+        if self._own_node and capacity is not None:
+            self._batch = min(self._batch, int(per_worker("capacity", capacity, 0, self.workers).sum()))
         self._sessions: dict[bool, Session] = {}
         self._shares_W = np.ones(len(self.workers))
         self._stop = self._save = False
         self._sampler: AnySampler | None = None
         self._order: Mapping[str, Any] | None = None  # how an epoch was shared out that the next `fit` goes on with
+
+    @property
+    def _own_node(self) -> bool:
+        """Whether this process plans for its own workers only, as one node of several."""
+        return isinstance(self.sync, PlansByNode) and jax.process_count() > 1
 
     def _simulation(self, speeds: Sequence[float] | Simulation | None) -> Simulation | None:
         simulation = speeds if speeds is None or isinstance(speeds, Simulation) else Simulation(constant(speeds))
@@ -192,22 +201,30 @@ class Trainer:
         """
         source = _as_source(source)
         state = replace(state, step=int(state.step), cursor=int(state.cursor))  # a checkpoint may hold them as arrays
-        sampler = self._sampler = self._make_sampler(len(source))
+        order = sampler = self._sampler = self._make_sampler(len(source))
         if isinstance(self.sync, PlansByNode):
-            sampler = self._sampler = self.sync.sampler(sampler, self.quantum)
+            sampler = self._sampler = self.sync.sampler(order, self.quantum)
         if self._order is not None and state.cursor:
             sampler.load_state_dict(self._order, state.cursor)
         end = self._end(state.cursor, sampler, epochs, steps, stop_at)
-        if self.workers.several_processes:
-            self._check_alike(state, source)
+        if self.workers.several_processes or self._own_node:
+            self._check_alike(state, source, end)
         session = self._session(state, source, train=True)
         advance = self.advance if state.model_state is not None else None
         rule = Rule(self.optimizer, advance, self.ema_decay)
         if isinstance(self.sync, Asynchronous):
             return self._without_steps(self.sync, session, rule, state, source, end, hooks)
-        until = end if steps is None else state.cursor + steps * self.batch_size
+        until = end if steps is None else _end_of_steps(order, state.cursor, steps)
         setting = Setting(
-            self.workers, session.layout, rule, self.transport, len(source), self.batch_size, self.seed, until
+            self.workers,
+            session.layout,
+            rule,
+            self.transport,
+            len(source),
+            self.batch_size,
+            self.seed,
+            until,
+            int(session.engine.limits().capacity_W.sum()),
         )
         reduce = self.sync.open(setting, state)
         feed = Feed(source, sampler)
@@ -255,7 +272,7 @@ class Trainer:
     def evaluate(self, state: State, source: Source | Mapping[str, np.ndarray]) -> dict[str, float]:
         """Mean loss and metrics over every sample of a source, each exactly once, split like the training steps."""
         source = _as_source(source)
-        sampler = Sampler(len(source), self.batch_size, shuffle=False)
+        sampler = Sampler(len(source), self._batch, shuffle=False)
         state = self.answer(state)
         session = self._session(state, source, train=False)
         params = state.params if state.ema is None else state.ema
@@ -329,9 +346,8 @@ class Trainer:
         end: int,
         hooks: Sequence[Hook],
     ) -> tuple[State, History]:
-        """Hand over to a sync that has no steps of all workers together."""
+        """Hand over to a sync that has no steps of all workers together; a wish to end that came before counts."""
         assert isinstance(self._sampler, Sampler)
-        self._stop = False
         job = Job(
             session,
             rule,
@@ -348,7 +364,10 @@ class Trainer:
             check=self._check_finite,
             calibrate=lambda session, replicas: self._calibrate(session, replicas, source),
         )
-        state, history = sync.fit(job, state)
+        try:
+            state, history = sync.fit(job, state)
+        finally:
+            self._stop = False
         self._judge_simulation(history)
         return state, history
 
@@ -389,7 +408,7 @@ class Trainer:
             try:
                 if flying is not None:
                     yield flying, (report := self._learn(flying, reduce, train, state.step - 1))
-                    if report.stop:
+                    if report.stop and train:
                         left = 1
                 cursor += flight.step.advance
                 left = None if left is None else left - 1
@@ -457,7 +476,7 @@ class Trainer:
         report = reduce.report()
         if (report.checksums_W != flight.plan.checksum).any():
             odd = np.flatnonzero(report.checksums_W != flight.plan.checksum).tolist()
-            raise RuntimeError(
+            raise Disagreement(
                 f"Workers {odd} used another plan than this process in step {step}: the processes no longer agree. "
                 "Check that all run the same code, data and configuration, and start again from the last checkpoint."
             )
@@ -494,7 +513,7 @@ class Trainer:
                 raise ValueError(f"Nothing left to train: the cursor is at {cursor} samples and stop_at is {stop_at}.")
             return stop_at
         if isinstance(self.sync, Asynchronous) and isinstance(sampler, Sampler) and steps is not None:
-            return sampler.samples_in(sampler.whole_steps(cursor) + steps)
+            return _end_of_steps(sampler, cursor, steps)
         return cursor + sampler.size * (epochs if epochs is not None else steps or 0)
 
     def _check_blocks(self) -> None:
@@ -522,18 +541,25 @@ class Trainer:
             )
         return BlockSampler(self.blocks.indices, self.batch_size, self.seed)
 
-    def _check_alike(self, state: State, source: Source) -> None:
+    def _check_alike(self, state: State, source: Source, end: int) -> None:
         """Processes that start unlike would go on unlike, each sure of its own."""
+        one_set = state.replicas == 0
         same(
             batch_size=self.batch_size,
             seed=self.seed,
-            controller=[self.controller.name, self.controller.state_dict()],
+            controller=[self.controller.name, None if self._own_node else self.controller.state_dict()],
             partition=[self.partition, None if self.blocks is None else digest(self.blocks.owner_D)],
             sync=[self.sync.name, self.sync.state_dict()],
             engine=self.engine,
             number_of_samples=len(source),
             position=[state.step, state.cursor],
-            parameters=digest(state.params) if state.replicas == 0 else state.replicas,
+            end_of_training=end,
+            parameters=digest(state.params) if one_set else state.replicas,
+            model_state=digest(state.model_state) if one_set else None,
+            state_of_the_optimiser=digest(state.opt_state) if one_set else None,
+            moving_average=[self.ema_decay, digest(state.ema) if one_set else None],
+            quantum=self.quantum,
+            on_nonfinite=self.on_nonfinite,
         )
 
     def _session(self, state: State, source: Source, *, train: bool) -> Session:
@@ -545,7 +571,7 @@ class Trainer:
             known.close()
         options = {
             "engine": self.engine,
-            "batch": self.batch_size,
+            "batch": self._batch,
             "hold": self.simulation.hold if self.simulation is not None and train else no_hold,
             "priced_by_rows": self.simulation is not None and train,
             **self._engine_options,
@@ -576,7 +602,7 @@ class Trainer:
     def _calibrate(self, session: Session, reduce: Replicas, source: Source) -> None:
         """Fix the simulated row time from equal phases of all workers at once."""
         assert self.simulation is not None
-        sampler = Sampler(len(source), self.batch_size, shuffle=False)
+        sampler = Sampler(len(source), self._batch, shuffle=False)
         feed, limits, step = Feed(source, sampler), session.engine.limits(), sampler.step(0)
         counts_W = solve(np.zeros(limits.workers), np.ones(limits.workers), limits, step.batch).counts_W
         rows = Rows(*feed.take(step.epoch, *self._span(Plan(counts_W), step)))
@@ -601,12 +627,20 @@ class Trainer:
         if not record.nonfinite:
             return
         who = ", ".join(map(str, record.nonfinite))
+        who += f" of node {jax.process_index()}" if self._own_node else ""
         said = f"Step {record.step}: the loss or gradient of worker {who} was NaN or infinite; its update was left out"
         if self.on_nonfinite == "stop":
             raise NonFiniteError(
                 f"{said}. Lower the learning rate, look at the data, or go on with on_nonfinite='skip'."
             )
         log.warning("%s.", said)
+
+
+def _end_of_steps(sampler: AnySampler, cursor: int, steps: int) -> int:
+    """The cursor after so many further steps, of which the last one of an epoch is short."""
+    if not isinstance(sampler, Sampler):  # whose steps depend on its shards
+        return cursor + steps * sampler.batch
+    return sampler.samples_in(sampler.whole_steps(cursor) + steps)
 
 
 def _tell(hooks: Sequence[Hook], what: str, history: History) -> None:

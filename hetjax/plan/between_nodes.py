@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,11 +26,23 @@ class BetweenNodes:
         self.nodes, self.rule = nodes, rule
         self.controller: Controller = controllers.make("equal" if rule == "equal" else "balanced")
         self.rate_N: np.ndarray | None = None  # samples a second
+        self.capacity_N: np.ndarray | None = None  # most samples that a node can take in one step; None: all of it
+
+    def limit(self, capacity_N: Sequence[int], batch: int) -> None:
+        """Say how many samples each node can take in one step, of at most `batch` in all."""
+        self.capacity_N = np.asarray(capacity_N, np.int64)
+        if self.capacity_N.sum() < batch:
+            raise ValueError(
+                f"The nodes can take {self.capacity_N.sum()} samples a step in all (capacities "
+                f"{self.capacity_N.tolist()}), but batch_size is {batch}. Raise the capacities or lower batch_size."
+            )
 
     def counts(self, batch: int, epoch: int, quantum: int) -> np.ndarray:
         """How many samples of a step that all nodes make each one takes."""
         least = quantum if batch >= quantum * self.nodes else 0
         limits = Limits.plain(self.nodes, -(-batch // quantum) * quantum, minimum=least, quantum=quantum)
+        if self.capacity_N is not None:
+            limits = replace(limits, capacity_W=np.minimum(limits.capacity_W, self.capacity_N))
         return self.controller.plan(batch, limits, epoch).counts_W
 
     def cut(self, samples: int, batch: int) -> np.ndarray:
@@ -42,6 +56,8 @@ class BetweenNodes:
         share_N = np.floor(ideal_N).astype(np.int64)
         share_N[np.argsort(-(ideal_N - share_N), kind="stable")[: samples - int(share_N.sum())]] += 1
         steps_N = np.maximum(-(-share_N * self.nodes // batch), 1)
+        if self.capacity_N is not None:
+            steps_N = np.maximum(steps_N, -(-share_N // self.capacity_N))
         slot_T1 = np.arange(int(steps_N.max()) + 1)[:, None]
         done_T1xN = slot_T1 * steps_N // steps_N.max()
         counts_TxN = np.diff(share_N * done_T1xN // steps_N, axis=0)

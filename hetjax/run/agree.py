@@ -16,6 +16,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from hetjax.run.compiles import expected
 
 
+class Disagreement(RuntimeError):
+    """Processes that have to decide alike have not."""
+
+
 def gather(value: Any) -> list[Any]:
     """The JSON values that all processes gave, in process order. All of them have to call this."""
     if jax.process_count() == 1:
@@ -56,7 +60,8 @@ def digest(tree: Any) -> str:
     """A fingerprint of a tree of arrays, to compare between processes."""
     found = hashlib.sha256()
     for leaf in jax.tree.leaves(tree):
-        found.update(np.asarray(leaf).tobytes())
+        key = isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        found.update(np.asarray(jax.random.key_data(leaf) if key else leaf).tobytes())
     return found.hexdigest()
 
 

@@ -141,7 +141,8 @@ def find_place(
 def detected_cluster(environment: Mapping[str, str]) -> Any:
     """The class by which JAX knows the cluster that this process runs in; None outside of one.
 
-    A pod of Kubernetes is one only if it belongs to an indexed job; elsewhere it may be a notebook.
+    A pod of Kubernetes is one only if it belongs to an indexed job; elsewhere it may be a notebook. Without the package
+    by which JAX asks Kubernetes about the job, every pod would train alone.
     """
     from jax._src.clusters import ClusterEnv
 
@@ -154,6 +155,12 @@ def detected_cluster(environment: Mapping[str, str]) -> Any:
                 return cluster
     if "OMPI_COMM_WORLD_SIZE" in environment:
         return _OpenMpi5
+    if "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment:
+        raise ValueError(
+            f"This is pod {environment['JOB_COMPLETION_INDEX']} of an indexed job of Kubernetes, and the package is "
+            "missing by which it finds the others: pip install 'jax[k8s]'. Or say who is who (coordinator, number of "
+            "processes, which one this is); with 1 process every pod trains on its own."
+        )
     return None
 
 

@@ -45,6 +45,7 @@ class Setting:
     batch: int
     seed: int = 0
     end: int = 0  # the cursor where this training will end, for what depends on how long it is
+    capacity: int = 0  # most samples that these workers can take in one step
 
 
 class Sync(Protocol):

@@ -18,6 +18,7 @@ from hetjax.plan.between_nodes import RULES, BetweenNodes
 from hetjax.plan.daso_schedule import Schedule
 from hetjax.plan.node_sampler import NodeSampler
 from hetjax.plan.sampler import Sampler
+from hetjax.run.agree import gather
 from hetjax.run.update import State
 from hetjax.run.workers import Workers
 from hetjax.sync.daso.across import AcrossProcesses
@@ -95,10 +96,17 @@ class Daso:
 
     def open(self, setting: Setting, state: State) -> Nodes:
         several = jax.process_count() > 1
+        if several and self.nodes is not None:
+            raise ValueError(
+                f"nodes={self.nodes} divides the workers of one process, and there are {jax.process_count()} processes: "
+                "each is a node. Leave it out."
+            )
         places = across_processes(setting.workers) if several else in_one_process(setting.workers, self.nodes)
         self._check(setting, places)
         if int(state.replicas) not in (0, places.nodes):
             state = average(state)  # has no `more`
+        if self.sharing is not None:
+            self.sharing.limit(gather(setting.capacity), setting.batch)
         self._set_schedule(setting, state)
         finish = setting.rule.finish()
         nodes = [
@@ -162,7 +170,8 @@ class Daso:
     # -- setting up --
 
     def _set_schedule(self, setting: Setting, state: State) -> None:
-        """Epochs are counted from the start of training. The schedule goes on if it stands where the state does."""
+        """Epochs are counted from the start of training. The schedule goes on if it stands where the state does; what
+        was under way between other nodes is in their mean already."""
         total = -(-setting.end // setting.samples)
         fifth = min(4, total // 5)
         epoch, inside = divmod(int(state.cursor), setting.samples)
@@ -175,6 +184,7 @@ class Daso:
         known = self.schedule
         if (known.epoch, known.at > 0) == (epoch, inside > 0) and state.cursor > 0:
             fresh.load_state_dict(known.state_dict())
+            fresh.sent = fresh.sent if "sent" in (state.more or {}) else None
         else:
             fresh.begin_at(epoch, inside // setting.batch)
         self.schedule = fresh
@@ -193,13 +203,17 @@ class Daso:
     def _take_up(self, reduce: Nodes, state: State, places: Places) -> None:
         """What the state says of exchanges: the last mean, the nodes' notes, and one that was under way."""
         more = state.more or {}
-        if self.schedule.skip > 0:
+        if self.schedule.skip > 0 or self.manner.faithful:
             mean = more.get("mean") or [jnp.asarray(x)[None] for x in jax.tree.leaves(self.answer(state).params)]
             reduce.rebase(mean)
         if more:
             mine = lambda x: [_piece(x, j) for j in places.mine]
-            sent_n = [list(x) for x in zip(*map(mine, more["sent"]), strict=True)] if "sent" in more else None
-            reduce.go_on([np.asarray(x)[0] for x in mine(more["notes"])], sent_n)
+            rows = lambda x: [np.asarray(row)[0] for row in mine(x)]
+            if "sent" in more:
+                sent_n = [list(x) for x in zip(*map(mine, more["sent"]), strict=True)]
+                reduce.go_on(rows(more["notes"]), rows(more["said"]), sent_n)
+            else:
+                reduce.go_on(rows(more["notes"]), [], [])
 
     def _check(self, setting: Setting, places: Places) -> None:
         for j, workers in zip(places.mine, places.workers, strict=True):

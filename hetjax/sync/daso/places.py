@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,8 +10,6 @@ import numpy as np
 
 from hetjax.run.agree import gather
 from hetjax.run.workers import Workers
-
-log = logging.getLogger("hetjax")
 
 
 @dataclass(frozen=True)
@@ -25,9 +22,10 @@ class Places:
 
 
 def in_one_process(workers: Workers, asked: int | Sequence[int] | None) -> Places:
-    """Nodes of consecutive workers: so many, as equal as can be, or of so many workers each; two unless told."""
+    """Nodes of consecutive workers: so many, as equal as can be, or of so many workers each; two, if there are two
+    workers, unless told."""
     count = len(workers)
-    asked = 2 if asked is None else asked
+    asked = min(2, count) if asked is None else asked
     if isinstance(asked, int | np.integer):
         if not 1 <= asked <= count:
             raise ValueError(f"{asked} nodes cannot be made of {count} workers: give 1 to {count}.")
@@ -43,15 +41,16 @@ def in_one_process(workers: Workers, asked: int | Sequence[int] | None) -> Place
 
 def across_processes(workers: Workers) -> Places:
     """Every process is a node. All of them have to call this."""
-    said = gather([workers.devices[0].platform, workers.devices[0].id, carrier().id])
-    of = lambda platform, number: next(d for d in jax.devices(platform) if d.id == number)
-    leads = [of(platform, number) for platform, number, _ in said]
-    carriers = [of("cpu", number) for _, _, number in said]
-    if carrier() in workers.devices:
-        log.warning(
-            "This process has one CPU device, which has to compute and to carry the exchanges: they will not overlap. "
-            "Start it with one device more than workers (JAX_NUM_CPU_DEVICES)."
+    said = gather([workers.devices[0].platform, workers.devices[0].id, carrier().id, carrier() in workers.devices])
+    if busy := [process for process, (*_, computes) in enumerate(said) if computes]:
+        raise ValueError(
+            f"The last CPU device of a process carries the exchanges between nodes, and in process "
+            f"{', '.join(map(str, busy))} it is a worker too. Start every process with one CPU device more than "
+            "workers: JAX_NUM_CPU_DEVICES=2 for one worker."
         )
+    of = lambda platform, number: next(d for d in jax.devices(platform) if d.id == number)
+    leads = [of(platform, number) for platform, number, *_ in said]
+    carriers = [of("cpu", number) for _, _, number, _ in said]
     return Places(len(said), (jax.process_index(),), [workers], leads, carriers)
 
 

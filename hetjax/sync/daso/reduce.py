@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from hetjax.plan.between_nodes import BetweenNodes
 from hetjax.plan.daso_schedule import Schedule
 from hetjax.plan.sampler import Step
+from hetjax.run.agree import Disagreement
 from hetjax.run.clocks import Lap
 from hetjax.run.layout import Layout, Report
 from hetjax.run.update import State
@@ -50,10 +51,11 @@ class Entry(NamedTuple):
 
 @dataclass
 class _Pending:
-    """An exchange under way, and what each node of this process has sent."""
+    """An exchange under way, and what each node of this process has sent and said."""
 
     flight: Flight
     sent_n: list[Tree]
+    said_n: list[Notes]
     short: bool  # in 16 bits
     since: int  # the step that sent it
     beside: int = 0  # local phases that ended while it was under way
@@ -113,7 +115,8 @@ class Nodes:
         last, cycling = at.end == self.samples, self.schedule.skip > 0
         act = self.schedule.step(last)
         if act.gradients:
-            flight = self._start("total", [node.lead(x) for node, x in zip(self.nodes, totals_n, strict=True)])
+            sums_n = [node.lead(x) for node, x in zip(self.nodes, totals_n, strict=True)]
+            flight = self._start("total", sums_n, self._say())
             totals_n = [self._learn(flight).leaves] * len(self.nodes)
         scalars_n = [node.apply(totals) for node, totals in zip(self.nodes, totals_n, strict=True)]
         if act.gradients:
@@ -131,25 +134,31 @@ class Nodes:
         if receive:
             self._pending = None
         if send:
-            self._send([node.snapshot() for node in self.nodes], short)
+            self._send([node.snapshot() for node in self.nodes], self._say(), short)
         if receive and not first:
             self._receive(due, rule)
         if block:
             self._receive(self._pending, ALL_OF_IT)
             self._pending = None
 
-    def _send(self, sent_n: list[Tree], short: bool) -> None:
+    def _send(self, sent_n: list[Tree], said_n: list[Notes], short: bool) -> None:
         leaves_n = [jax.tree.leaves(node.lead(sent)) for node, sent in zip(self.nodes, sent_n, strict=True)]
-        self._pending = _Pending(self._start("short" if short else "mean", leaves_n), sent_n, short, self.steps)
+        flight = self._start("short" if short else "mean", leaves_n, said_n)
+        self._pending = _Pending(flight, sent_n, said_n, short, self.steps)
 
-    def _start(self, kind: str, leaves_n: list[Leaves]) -> Flight:
+    def _say(self) -> list[Notes]:
+        """What goes along with an exchange that starts now; counted anew from here."""
         self._read()
-        checksum = zlib.crc32(repr(self.schedule.state_dict()).encode()) & 0xFFFFFF
-        weight_n = [1.0 if self.manner.faithful else notes.batch for notes in self._notes_n]
-        said_n = np.array([replace(notes, checksum=checksum).array() for notes in self._notes_n])
+        said_n = [replace(notes) for notes in self._notes_n]
         for notes in self._notes_n:
             notes.sent()
-        return self.exchange.start(kind, leaves_n, weight_n, said_n)
+        return said_n
+
+    def _start(self, kind: str, leaves_n: list[Leaves], said_n: list[Notes]) -> Flight:
+        checksum = zlib.crc32(repr(self.schedule.state_dict()).encode()) & 0xFFFFFF
+        weight_n = [1.0 if self.manner.faithful else notes.batch for notes in said_n]
+        rows_n = np.array([replace(notes, checksum=checksum).array() for notes in said_n])
+        return self.exchange.start(kind, leaves_n, weight_n, rows_n)
 
     def _receive(self, pending: _Pending | None, rule: Terms) -> None:
         assert pending is not None
@@ -181,7 +190,7 @@ class Nodes:
             self.schedule.needs = steps_under_way(self._told) or self.schedule.needs
         odd = [j for j, notes in enumerate(self._told) if notes.checksum != self._told[0].checksum]
         if odd:
-            raise RuntimeError(
+            raise Disagreement(
                 f"Nodes {odd} are at another place of the schedule than node 0: they no longer agree. Check that all "
                 "run the same code, data and configuration, and start again from the last checkpoint."
             )
@@ -204,7 +213,7 @@ class Nodes:
         places, told = averaged(self.nodes[0].core, with_optimiser), self._told
         if places:
             leaves_n = [node.lead([jax.tree.leaves(node.core)[k] for k in places]) for node in self.nodes]
-            mean = self._learn(self._start("mean", leaves_n)).leaves
+            mean = self._learn(self._start("mean", leaves_n, self._say())).leaves
             for node in self.nodes:
                 node.put_leaves(places, mean)
         self._told = told
@@ -247,14 +256,15 @@ class Nodes:
 
     def state(self, step: int, cursor: int) -> State:
         core = jax.tree.map(self._stacked, *(node.lead(node.core) for node in self.nodes))
-        words_n = [as_words(notes.array())[None] for notes in self._notes_n]
         leads = [node.workers.devices[0] for node in self.nodes]
-        more: dict[str, Any] = {"notes": self._stacked(*map(jax.device_put, words_n, leads))}
+        words = lambda notes, lead: jax.device_put(as_words(notes.array())[None], lead)
+        more: dict[str, Any] = {"notes": self._stacked(*map(words, self._notes_n, leads))}
         if self._mean is not None:
             more["mean"] = self._mean
         if self._pending is not None:
             sent_n = [node.lead(sent) for node, sent in zip(self.nodes, self._pending.sent_n, strict=True)]
             more["sent"] = jax.tree.leaves(jax.tree.map(self._stacked, *sent_n))
+            more["said"] = self._stacked(*map(words, self._pending.said_n, leads))
         return replace(State.of(core, step, cursor), replicas=self.exchange.nodes, more=more)
 
     def _stacked(self, *pieces_n: jax.Array) -> jax.Array:
@@ -267,15 +277,16 @@ class Nodes:
             self._mean = mean
             self.exchange.rebase(mean)
 
-    def go_on(self, words_n: Sequence[np.ndarray], sent_n: Sequence[Leaves] | None) -> None:
-        """Take up what `State.more` held: notes, and an exchange that was under way, which is started again."""
-        self._notes_n = [Notes.of(from_words(words)) for words in words_n]
-        if sent_n is not None:
-            kept = [replace(notes) for notes in self._notes_n]
+    def go_on(self, notes_n: Sequence[np.ndarray], said_n: Sequence[np.ndarray], sent_n: Sequence[Leaves]) -> None:
+        """Take up what `State.more` held: notes, and an exchange that was under way, which is started again with what
+        was said then. Wishes for the end or a checkpoint were about the run before: they are fulfilled."""
+        of = lambda words: replace(Notes.of(from_words(words)), stop=0.0, save=0.0)
+        self._notes_n = [of(words) for words in notes_n]
+        if sent_n:
             tree = jax.tree.structure(self.nodes[0].core[0])
             placed = lambda node, leaves: jax.tree.unflatten(tree, [node.put(leaf) for leaf in leaves])
-            self._send([placed(node, leaves) for node, leaves in zip(self.nodes, sent_n, strict=True)], self._short)
-            self._notes_n = kept
+            parts_n = [placed(node, leaves) for node, leaves in zip(self.nodes, sent_n, strict=True)]
+            self._send(parts_n, [of(words) for words in said_n], self._short)
 
     def per_worker(self) -> list[list[jax.Array]]:
         return [leaves for node in self.nodes for leaves in node.workers.copies(jax.tree.leaves(node.core[:2]))]
