@@ -62,8 +62,10 @@ def test_eight_devices_by_xla_flags(tmp_path):
 @pytest.mark.slow
 def test_the_other_commands(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (blocks,) = [shlex.split(c)[3:] for c in COMMANDS if c.startswith("python -m hetjax partition")]
-    assert hetjax_main(blocks) == 0
+    cuts = [shlex.split(c)[3:] for c in COMMANDS if c.startswith("python -m hetjax partition")]
+    assert ["--recut" in cut for cut in cuts] == [False, True]
+    for cut in cuts:
+        assert hetjax_main(cut) == 0
     for flags in TRAIN:
         if flags == ["--help"]:
             with pytest.raises(SystemExit):

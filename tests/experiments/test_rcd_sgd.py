@@ -43,6 +43,14 @@ def test_two_lines_of_the_table(tmp_path, monkeypatch):
     assert kept["curves"]["random, F=2"][0]["step"][-1] == 12
 
 
+def test_a_missed_target_is_null_in_the_file(tmp_path, monkeypatch):
+    curve = {"step": [1], "seconds": [1.0], "loss": [0.5], "accuracy": [0.4], "sent_mb": [1.0], "overruns": 0.0}
+    monkeypatch.setattr(rcd_sgd, "measure", lambda args, console: {"random, F=1": [curve]})
+    rcd_sgd.main(Args(seeds=1, target=0.1, json=tmp_path / "found.json"))
+    (row,) = json.loads((tmp_path / "found.json").read_text(), parse_constant=pytest.fail)["rows"]
+    assert (row["steps"], row["against_random"], row["accuracy"]) == (None, None, 0.4)
+
+
 def test_the_table_holds_everything_that_was_asked_for():
     named = {(line.name, line.every) for line in rcd_sgd.lines(Args())}
     kinds = ("random", "class-balanced", "facility-location", "graph-cut")

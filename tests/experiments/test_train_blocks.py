@@ -1,6 +1,11 @@
 """The main job on blocks: made from simulated, given or measured rates, read from a file, kept for a resumed run."""
 
+import io
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -11,21 +16,27 @@ import train_config
 import train_setup
 from rich.console import Console
 
+from hetjax.data import load
 from hetjax.plan.blocks import Blocks
+from hetjax.plan.submodular import recut
+from hetjax.source_blocks import make_blocks, read_features
 from hetjax.strategies import resolve
 from hetjax.watch import read_run
 
 pytestmark = pytest.mark.slow
 
+ROOT = Path(__file__).parents[2]
 TINY = ["--model", "mlp", "--width", "8", "--batch-size", "64"]
 
 
-def blocks_for(folder, *flags):
+def blocks_for(folder, *flags, told=None):
     """What `train.py --partition submodular` with these flags trains on."""
     config = train_config.parse([*TINY, "--partition", "submodular", *flags], train_config.Config())
     simulation, devices = train_setup.find_devices(config)
     task, (_, strategy) = train_setup.make_task_of(config), resolve(**train_setup.method(config))
-    return train_blocks.partition_of(config, strategy, task, devices, simulation, folder, Console(quiet=True))
+    return train_blocks.partition_of(
+        config, strategy, task, devices, simulation, folder, Console(file=told or io.StringIO())
+    )
 
 
 def test_a_run_of_rcd_sgd_as_published(tmp_path):
@@ -44,9 +55,77 @@ def test_blocks_follow_the_simulated_speeds_and_a_resumed_run_keeps_them(tmp_pat
     assert blocks.sizes_W.tolist() == [523, 523, 261, 131]
     assert blocks.settings["rule"] == "parts"
     blocks.renamed(mark="kept").save(tmp_path / "blocks.npz")
-    assert blocks_for(tmp_path, *flags, "--resume").settings["mark"] == "kept"
-    assert "mark" not in blocks_for(tmp_path, "--speeds", "1,1", "--resume").settings  # other workers, other blocks
-    assert blocks_for(tmp_path, "--speeds", "1,1", "--resume").workers == 2
+    told = io.StringIO()
+    assert blocks_for(tmp_path, *flags, "--resume", told=told).settings["mark"] == "kept"
+    assert "mark" not in blocks_for(tmp_path, *flags, "--objective", "graph-cut", "--resume").settings
+    assert told.getvalue() == ""
+
+
+def test_a_resumed_run_moves_few_samples_to_its_new_rates(tmp_path):
+    flags, told = ["--resume", "--out", str(tmp_path)], io.StringIO()
+    old = blocks_for(tmp_path, "--speeds", "1,1,0.5,0.25", told=told)
+    assert "1438/1438" in told.getvalue()  # the bar
+    found = blocks_for(tmp_path, *flags, "--speeds", "1,0.5,0.5,0.25", told=told)
+    expected = recut(old, read_features(load("digits")), [1, 0.5, 0.5, 0.25])
+    assert np.array_equal(found.owner_D, expected.blocks.owner_D)
+    assert expected.told in told.getvalue()
+    assert np.array_equal(Blocks.load(tmp_path / "blocks.npz").owner_D, found.owner_D)
+    fewer = blocks_for(tmp_path, *flags, "--speeds", "2,1")  # nobody who stays loses a sample
+    assert fewer.workers == 2
+    assert np.array_equal(fewer.owner_D[found.owner_D < 2], found.owner_D[found.owner_D < 2])
+    more = blocks_for(tmp_path, *flags, "--speeds", "2,1,1")
+    assert more.sizes_W.tolist() in ([719, 360, 359], [719, 359, 360])
+    assert (more.owner_D != fewer.owner_D).sum() == more.sizes_W[2]
+
+
+def test_a_resumed_run_does_not_measure_the_same_workers_again(tmp_path, monkeypatch):
+    flags = ["--devices", "2", "--speeds", "real", "--out", str(tmp_path)]
+    old = blocks_for(tmp_path, *flags, "--rates", "3,1")
+    monkeypatch.setattr(train_blocks, "measured", lambda *_: pytest.fail("measured"))
+    assert np.array_equal(blocks_for(tmp_path, *flags, "--resume").owner_D, old.owner_D)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (
+            ["--rates", "2,1"],
+            "--rates: for the blocks of --partition submodular, and this run has the partition 'global'",
+        ),
+        (["--strategy", "dbs", "--blocks", "b.npz"], "--blocks: for the blocks"),
+        (["--strategy", "balanced", "--objective", "graph-cut", "--features", "raw"], "--objective, --features: for"),
+        (["--strategy", "rcd-sgd", "--blocks", "b.npz", "--rates", "2,1"], "--rates: says how to cut blocks"),
+        (["--partition", "submodular", "--rates", "2,1", "--speeds", "1,1,1"], "2 rates for 3 workers"),
+    ],
+)
+def test_flags_that_would_do_nothing_are_refused(flags, sentence, tmp_path, capsys):
+    assert train.main([*TINY, *flags, "--out", str(tmp_path / "run")]) == 2
+    assert sentence in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_two_processes_train_on_the_blocks_of_the_first_as_one_process_does(tmp_path, monkeypatch):
+    (tmp_path / "of_first.py").write_text(
+        "import jax\ndef pixels(batch):\n    assert jax.process_index() == 0\n    return batch['image']\n"
+    )
+    flags = [*TINY, "--strategy", "rcd-sgd", "--rates", "3,1", "--features", "of_first:pixels", "--steps", "4"]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "TMPDIR": str(tmp_path)}
+    environment.pop("XLA_FLAGS", None)  # the tests' own eight devices
+    program = [str(ROOT / "experiments" / "train.py"), *flags, "--out", str(tmp_path / "two")]
+    told = subprocess.run(
+        [sys.executable, "-m", "hetjax", "launch", "--processes", "2", "--", *program],
+        env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=150,
+    )  # fmt: skip
+    assert told.returncode == 0, told.stdout + told.stderr
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert train.main([*flags, "--devices", "2", "--out", str(tmp_path / "one")]) == 0
+    owners = [Blocks.load(tmp_path / run / "blocks.npz").owner_D for run in ("one", "two")]
+    assert np.array_equal(*owners)
+    assert np.array_equal(owners[0], make_blocks(load("digits"), [3, 1], features="raw").owner_D)
+    one, two = read_run(tmp_path / "one"), read_run(tmp_path / "two")
+    assert np.array_equal(one.counts_SxW, two.counts_SxW)
+    assert one.counts_SxW[:, 0].sum() > 2.5 * one.counts_SxW[:, 1].sum()
+    np.testing.assert_allclose(one.loss_S, two.loss_S, rtol=1e-4)
 
 
 def test_rates_are_given_or_measured(tmp_path):
@@ -65,6 +144,9 @@ def test_blocks_from_a_file_and_no_blocks_at_all(tmp_path):
     found = blocks_for(tmp_path, "--devices", "2", "--blocks", str(tmp_path / "mine.npz"))
     assert np.array_equal(found.owner_D, mine.owner_D)
     assert not (tmp_path / "blocks.npz").exists()
+    mine.renamed(data="of others").save(tmp_path / "mine.npz")
+    with pytest.raises(ValueError, match="cut from other samples"):
+        blocks_for(tmp_path, "--devices", "2", "--blocks", str(tmp_path / "mine.npz"))
     name = train_blocks.partition_of(
         train_config.Config(), resolve("dbs")[1], None, jax.devices(), None, tmp_path, None
     )

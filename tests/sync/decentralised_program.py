@@ -14,6 +14,7 @@ SAMPLES, BATCH, SIZE, STEPS, WORKERS = 60, 20, 3, 12, 4
 RUNS = {
     "ring": {"topology": "ring", "mix_every": 2},
     "matcha": {"topology": "ring", "matcha_budget": 0.5},
+    "blocks": {"topology": "ring", "mix_every": 2},
 }
 
 
@@ -21,6 +22,20 @@ def data():
     rng = np.random.default_rng(0)
     a = rng.normal(size=(SAMPLES, SIZE)).astype(np.float32)
     return {"a": a, "t": (a @ [1.0, -2, 0.5] + np.linspace(-1, 3, SAMPLES)).astype(np.float32)}
+
+
+def blocks():
+    """Submodular ones of unequal size; only the first process may be asked to cut."""
+    import jax
+
+    from hetjax import make_blocks
+    from hetjax.source_blocks import shared_blocks
+
+    def cut():
+        assert jax.process_index() == 0
+        return make_blocks({"image": data()["a"], "label": np.arange(SAMPLES) % 3}, [4, 3, 2, 1], features="raw")
+
+    return shared_blocks(cut)
 
 
 def loss_fn(params, batch, keys):
@@ -37,13 +52,14 @@ def results(folder):
     from hetjax.checkpoint.processes import host_copy
     from hetjax.sync import Decentralised
 
-    found = {}
+    found, partitions = {}, {"blocks": blocks()}
     for name, options in RUNS.items():
-        make = lambda options=options: Trainer(
+        make = lambda name=name, options=options: Trainer(
             loss_fn,
             optax.sgd(0.05, momentum=0.9),
             batch_size=BATCH,
             controller="equal",
+            partition=partitions.get(name, "global"),
             sync=Decentralised(**options),
             devices=jax.devices()[:WORKERS],
             rungs=[4, BATCH],
