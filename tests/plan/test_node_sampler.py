@@ -105,6 +105,22 @@ def test_what_is_fetched_ahead_is_what_comes():
         assert right >= 8
 
 
+def test_no_node_gets_more_than_it_can_take():
+    """Rates 3 : 1 would give 24 and 8 of 32 samples."""
+    samplers = all_nodes(2, "balanced", size=1024, batch=32, rates=[3, 1])
+    for sampler in samplers:
+        sampler.between.limit([20, 40], 32)
+    assert [part.batch for part in walk(samplers, 1)[5]] == [20, 12]
+    sharing = BetweenNodes(2, "steps")
+    sharing.observe(np.ones(2), np.full(2, 4.0), np.array([1.0, 2.0]))
+    sharing.limit([2, 8], 8)
+    counts_TxN = sharing.cut(48, 8)
+    assert counts_TxN.sum(axis=0).tolist() == [32, 16]
+    assert counts_TxN[:, 0].tolist() == [2] * 16
+    with pytest.raises(ValueError, match=r"The nodes can take 28 samples a step in all .* batch_size is 32"):
+        sharing.limit([20, 8], 32)
+
+
 def test_what_was_learned_survives_as_json():
     before = BetweenNodes(2, "balanced")
     for _ in range(3):

@@ -98,8 +98,8 @@ class Daso:
         several = jax.process_count() > 1
         if several and self.nodes is not None:
             raise ValueError(
-                f"nodes={self.nodes} divides the workers of one process, and there are {jax.process_count()} processes: "
-                "each is a node. Leave it out."
+                f"nodes={self.nodes} divides the workers of one process, and here are {jax.process_count()} processes, "
+                "each of them a node. Leave it out."
             )
         places = across_processes(setting.workers) if several else in_one_process(setting.workers, self.nodes)
         self._check(setting, places)

@@ -12,7 +12,8 @@ import numpy as np
 class Reference:
     """P nodes with SGD and momentum. `gradient(x, rows)` is the SUM over the rows of the gradients at x, and of losses.
 
-    An epoch is a list of steps, a step a list of one array of samples per node.
+    An epoch is a list of steps, a step a list of one array of samples per node. `faithful`: all nodes count alike, they
+    average parameters where they block, nothing is received right before a send, and blending goes by the wait.
     """
 
     gradient: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, float]]
@@ -20,7 +21,7 @@ class Reference:
     rate: float
     momentum: float = 0.0
     blend: str = "delta"
-    weighted: bool = True
+    faithful: bool = False
     x: list[np.ndarray] = field(default_factory=list)
     m: list[np.ndarray] = field(default_factory=list)
     pending: tuple[int, np.ndarray, list[np.ndarray]] | None = None
@@ -31,7 +32,7 @@ class Reference:
         return self
 
     def weights(self) -> np.ndarray:
-        if not self.weighted:
+        if self.faithful:
             return np.full(self.nodes, 1 / self.nodes)
         per_step = self.batch / self.made
         return per_step / per_step.sum()
@@ -43,13 +44,13 @@ class Reference:
     def mean(self, values: Sequence[np.ndarray]) -> np.ndarray:
         return sum(w * v for w, v in zip(self.weights(), values, strict=True))
 
-    def receive(self, b: int) -> None:
+    def receive(self, b: int, wait: int) -> None:
         sent_at, mean, sent = self.pending
         for j in range(self.nodes):
             if self.blend == "delta":
                 self.x[j] = self.x[j] + mean - sent[j]
             else:
-                late = b - sent_at
+                late = min(b - sent_at, wait) if self.faithful else b - sent_at
                 self.x[j] = (2 * late * self.x[j] + self.nodes * mean) / (2 * late + self.nodes)
         self.pending = None
 
@@ -61,7 +62,7 @@ class Reference:
             last = b == len(steps) - 1
             sums = [self.gradient(x, rows) if len(rows) else (0.0, 0.0) for x, rows in zip(self.x, parts, strict=True)]
             loss, samples = loss + sum(told for _, told in sums), samples + sum(map(len, parts))
-            if gs == 0:
+            if gs == 0 and not self.faithful:
                 for j in range(self.nodes):
                     self.update(j, sum(g for g, _ in sums) / sum(map(len, parts)))
                 continue
@@ -69,23 +70,24 @@ class Reference:
                 if len(parts[j]):
                     self.update(j, g / len(parts[j]))
                     self.batch[j], self.made[j] = self.batch[j] + len(parts[j]), self.made[j] + 1
-            send = last or b % gs == 0
-            due = self.pending is not None and (send or b - self.pending[0] == wait)
+            send = last or gs == 0 or b % gs == 0
+            slips = self.faithful and not send and (b + 1) % gs == 0
+            due = self.pending is not None and (send or (b - self.pending[0] >= wait and not slips))
             if send:
                 if due and self.blend == "delta":
-                    self.receive(b)
+                    self.receive(b, wait)
                 sent = [x.copy() for x in self.x]
                 fresh = (b, self.mean(sent), sent)
                 self.weights_sent = self.weights()
                 self.batch[:] = self.made[:] = 0
                 if due and self.blend != "delta":
-                    self.receive(b)
+                    self.receive(b, wait)
                 self.pending = fresh
-                if last:
+                if last or gs == 0:
                     self.x = [fresh[1].copy() for _ in range(self.nodes)]
                     self.pending = None
             elif due:
-                self.receive(b)
+                self.receive(b, wait)
         return loss / samples
 
     def average_optimiser(self) -> None:

@@ -109,17 +109,26 @@ class Driven:
     def __init__(self, x, optimizer, samples, nodes=4, **options):
         workers = Workers.of(jax.devices()[:nodes])
         self.layout = Layout.of(jax.ShapeDtypeStruct(x.shape, x.dtype), (), ())
-        setting = Setting(workers, self.layout, Rule(optimizer, None, None), "auto", samples, 4, 0, 100 * samples)
-        self.sync = Daso(nodes=nodes, **options)
+        self.setting = Setting(workers, self.layout, Rule(optimizer, None, None), "auto", samples, 4, 0, 100 * samples)
+        self.options = {"nodes": nodes, **options}
+        self.sync = Daso(**self.options)
         self.samples, self.cursor = samples, 0
-        self.reduce = self.sync.open(setting, State(jnp.asarray(x), None, optimizer.init(x), None))
+        self.reduce = self.sync.open(self.setting, State(jnp.asarray(x), None, optimizer.init(x), None))
+
+    def reopen(self):
+        """Go on from what a checkpoint would hold."""
+        state = jax.tree.map(np.array, self.reduce.state(self.cursor // 4, self.cursor))
+        saved = self.sync.state_dict()
+        self.sync = Daso(**self.options)
+        self.sync.load_state_dict(saved)
+        self.reduce = self.sync.open(self.setting, state)
 
     @property
     def x(self):
         """The parameters of each node."""
         return [np.asarray(leaves[0])[0] for leaves in self.reduce.per_worker()]
 
-    def step(self, told):
+    def step(self, told, stop=False):
         """One step, given for every node the sum of gradients and the number of samples in it."""
         laps = []
         for device, (gradient, count) in zip(self.reduce.workers.devices, told, strict=True):
@@ -129,7 +138,7 @@ class Driven:
             laps.append(Lap(parts, count, 0.0, 1.0))
         epoch, start = divmod(self.cursor, self.samples)
         self.cursor += 4
-        self.reduce.step(laps, [own_slots(1.0, lap.rows, 0, False) for lap in laps], Step(epoch, start, start + 4))
+        self.reduce.step(laps, [own_slots(1.0, lap.rows, 0, stop) for lap in laps], Step(epoch, start, start + 4))
         self.reduce.report()
 
 

@@ -17,6 +17,7 @@ from hetjax.run.workers import Workers
 from hetjax.sync.allreduce import AllReduce
 from hetjax.sync.daso import Daso
 from hetjax.sync.daso.blend import terms
+from hetjax.sync.daso.notes import Notes, from_words
 from hetjax.sync.daso.places import in_one_process
 
 COUNTS, SIZES = [4, 1, 2, 1], [2, 1, 1]
@@ -194,11 +195,14 @@ def test_stopped_after_any_step_it_is_the_same_run(blend):
     assert blend == "paper" or not all(pending)
 
 
-def test_other_nodes_go_on_from_the_answer():
+@pytest.mark.parametrize("steps", [1, 3])
+def test_other_nodes_go_on_from_the_answer(steps):
+    """After the first step an exchange is under way, which ends with its nodes."""
     loss_fn, data, params, _ = quadratic()
     data, params = {"c": data["c"].astype(np.float32)}, params.astype(np.float32)
     with trainer(loss_fn, COUNTS, SIZES, warm_up=0, cool_down=0) as made:
-        state, _ = made.fit(made.init(params), data, steps=3)  # the nodes are apart
+        state, _ = made.fit(made.init(params), data, steps=steps)  # the nodes are apart
+        assert ("sent" in state.more) == (steps == 1)
         expected = flat(made.answer(state).params)
         saved = made.remember(state)
     state = jax.tree.map(np.asarray, state)
@@ -207,6 +211,64 @@ def test_other_nodes_go_on_from_the_answer():
     assert other.replicas == 2
     for mine in per_node(other.params, 2):
         np.testing.assert_allclose(mine, expected, rtol=1e-6)
+
+
+def test_what_was_under_way_is_taken_up_with_its_own_weights():
+    """Sent by nodes with 1, 2, 3, 2 samples a step, who then have others; received two steps later, by hand."""
+    zero = np.zeros(2, np.float32)
+    nodes = Driven(zero, optax.sgd(1.0), samples=400, warm_up=0, cool_down=0, wire="full", wait="paper")
+    nodes.sync.schedule.wait = 2
+    sent = -np.arange(4.0)[:, None] * np.ones(2)
+    nodes.step([(-x * n, n) for x, n in zip(sent, [1, 2, 3, 2], strict=True)])
+    nodes.step([(zero, n) for n in [3, 1, 1, 3]])
+    nodes.reopen()
+    np.testing.assert_allclose(nodes.x, sent)
+    nodes.step([(zero, 2)] * 4)
+    mean = -(1 * 0 + 2 * 1 + 3 * 2 + 2 * 3) / 8
+    np.testing.assert_allclose(nodes.x, np.full((4, 2), mean), rtol=1e-6)
+
+
+def test_wishes_end_with_the_run_that_they_were_about():
+    zero = np.zeros(2, np.float32)
+    nodes = Driven(zero, optax.sgd(1.0), samples=400, warm_up=0, cool_down=0, wire="full", wait="paper")
+    for _ in range(3):  # sent in the first step: what is wished for later goes along with the next exchange
+        nodes.step([(zero, 1)] * 4, stop=True)
+    held = lambda: [Notes.of(from_words(np.asarray(row))) for row in nodes.reduce.state(3, 12).more["notes"]]
+    assert [notes.stop for notes in held()] == [1, 1, 1, 1]
+    nodes.reopen()
+    assert [notes.stop for notes in held()] == [0, 0, 0, 0]
+    assert [notes.made for notes in held()] == [2, 2, 2, 2]
+
+
+def test_as_published_with_any_optimiser_and_16_bits():
+    """Blocking phases send parameters too: what they are the difference to is known from the first step on."""
+    loss_fn, data, params, _ = tanh_net()
+    data, params = jax.tree.map(lambda x: x.astype(np.float32), (data, params))
+    ends = []
+    for wire in ("bfloat16", "full"):
+        options = {"warm_up": 1, "cool_down": 1, "faithful": True, "wire": wire}
+        with trainer(loss_fn, [4, 4], [1, 1], optax.adam(0.02), **options) as made:
+            state, _ = made.fit(made.init(params), data, epochs=3)
+            ends.append(flat(made.answer(state).params))
+    moved = np.abs(ends[1] - flat(params)).max()
+    np.testing.assert_allclose(*ends, atol=0.02 * moved)
+    assert not np.array_equal(*ends)
+
+
+def test_epochs_are_counted_with_their_short_last_steps():
+    """44 samples in steps of 8: six steps are an epoch, not 48 samples of the second one."""
+    loss_fn, data, params, _ = quadratic()
+    data, params = {"c": data["c"].astype(np.float32)}, params.astype(np.float32)
+    with trainer(loss_fn, [4, 4], [1, 1]) as made:
+        state, _ = made.fit(made.init(params), data, steps=6)
+        assert made.sync.schedule.total == 1
+        made.fit(state, data, steps=6)
+        assert made.sync.schedule.total == 2
+
+
+def test_one_worker_is_one_node():
+    assert in_one_process(Workers.of(jax.devices()[:1]), None).nodes == 1
+    assert in_one_process(Workers.of(jax.devices()[:3]), None).nodes == 2
 
 
 @pytest.mark.parametrize(
