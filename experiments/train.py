@@ -34,7 +34,8 @@ from hetjax.history import History
 from hetjax.interrupt import stop_on_signals
 from hetjax.launch import heartbeat
 from hetjax.launch.heartbeat import Heartbeat
-from hetjax.launch.variables import RESTART
+from hetjax.launch.variables import RESTART, STARTED
+from hetjax.run.agree import Disagreement, gather, same
 from hetjax.run.distributed import initialise, leave
 from hetjax.run.simulate import Simulation
 from hetjax.run.update import State
@@ -42,6 +43,7 @@ from hetjax.strategies import Strategy, resolve
 from hetjax.trainer import NonFiniteError, Trainer
 
 CHECKPOINTS = "checkpoints"
+OF_A_PROCESS = ("devices", "capacity", "out", "tensorboard", "wandb")  # what processes of one run may differ in
 
 
 class Stopped(Exception):
@@ -49,7 +51,8 @@ class Stopped(Exception):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The whole program; returns its exit code: 0, 2 for a mistake of the user, 130 when stopped from outside."""
+    """The whole program; returns its exit code: 0, 2 for a mistake of the user, 1 for what another start may mend, 130
+    when stopped from outside."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     console, debug = Console(), "--debug" in arguments
     train_output.quiet_logs(console, debug)
@@ -72,11 +75,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lost = f"process {jax.process_index()} lost the others ({str(error).splitlines()[0]})"
         print(f"error: {lost}. See which ended first; --resume goes on from the last checkpoint.", file=sys.stderr)
         return 1
-    except (ValueError, TypeError, OSError, ImportError, NonFiniteError) as error:
+    except (Disagreement, ValueError, TypeError, OSError, ImportError, NonFiniteError) as error:
         if debug:
             raise
         Console(stderr=True).print(f"error: {error}", soft_wrap=True, highlight=False, markup=False)
-        return 2
+        return 1 if isinstance(error, TimeoutError | Disagreement) else 2
     return 0
 
 
@@ -89,6 +92,8 @@ def read_config(arguments: Sequence[str]) -> Config:
         return train_config.parse(arguments, default)
     folder = Path(out) if out is not None else default.folder
     path = folder / "config.json"
+    if path.is_file() and path.stat().st_mtime < float(os.environ.get(STARTED, 0)):  # a run that this one replaces
+        return train_config.parse([flag for flag in arguments if flag != "--resume"], default)
     if not path.is_file():
         if RESTART in os.environ:  # the launcher's: it was not the user who asked, and the run had hardly begun
             return train_config.parse(arguments, default)
@@ -102,7 +107,9 @@ def read_config(arguments: Sequence[str]) -> Config:
 def run(config: Config, processes: int, heart: Heartbeat | None, console: Console) -> None:
     """The one run that was asked for, or equal and balanced in turn."""
     simulation, devices = train_setup.find_devices(config, processes)
-    folder, method = config.folder, train_setup.method(config)
+    told = {name: value for name, value in config.flat().items() if name not in OF_A_PROCESS}
+    same(resume=config.output.resume, **told)
+    folder, method = config.folder, train_setup.method(config, processes)
     train_blocks.check_flags(config)
     if not config.compares:
         name, strategy = resolve(**method)
@@ -113,9 +120,12 @@ def run(config: Config, processes: int, heart: Heartbeat | None, console: Consol
         train_output.show_table([(name, summary)], console)
         train_output.show_paths(folder / "run.png", drawn.page, console)
         return
+    names = ("equal", "balanced")
+    if not config.output.resume:
+        forget(*(folder / name for name in names))
     train_output.write_config(config, folder)
     summaries = []
-    for name in ("equal", "balanced"):
+    for name in names:
         _, strategy = resolve(**(method | {"preset": name}))
         summary = train(config, name, strategy, folder / name, devices, simulation, heart, console)
         if simulation is not None:  # the row time of the first run holds for both
@@ -202,9 +212,14 @@ def train(
                     f"python experiments/train.py --resume --out {config.folder}"
                 )
             tested = trainer.evaluate(state, task.test)
+    if strategy.sync == "daso":  # every process has its own part of a step
+        ideals = gather(history.ideal_samples_per_s)
+        history.ideal_samples_per_s = sum(ideals) if all(ideals) else None
     if jax.process_index() != 0:
         return {"row_time": row_time()}
-    summary = train_output.summary(name, strategy, folder, history, tested) | {"row_time": row_time()}
+    summary = train_output.summary(name, strategy, folder, history, tested, int(state.cursor)) | {
+        "row_time": row_time()
+    }
     tracker.summary(summary)
     tracker.close()
     return summary
@@ -213,8 +228,7 @@ def train(
 def beginning(config: Config, trainer: Trainer, fresh: State, folder: Path) -> tuple[State, float]:
     """The state to start from and the seconds already spent: nothing, or what the last checkpoint says."""
     if not config.output.resume:
-        if jax.process_index() == 0:
-            shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)  # of another run, that this one takes the place of
+        forget(folder)
         return fresh, 0.0
     found = checkpoint.restore_latest(folder / CHECKPOINTS, fresh, trainer)
     if found is None:
@@ -222,6 +236,14 @@ def beginning(config: Config, trainer: Trainer, fresh: State, folder: Path) -> t
     if trainer.simulation is not None:
         trainer.simulation.row_time = found.extra["row_time"]
     return found.state, found.extra["seconds"]
+
+
+def forget(*folders: Path) -> None:
+    """Remove what a resumed run would go by: of another run, that this one takes the place of."""
+    if jax.process_index() == 0:
+        for folder in folders:
+            shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+            (folder / "summary.json").unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

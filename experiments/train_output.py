@@ -67,14 +67,16 @@ def trackers(config: Config, name: str, folder: Path, done: int) -> watch.Tracke
     return watch.Composite(*told)
 
 
-def summary(name: str, strategy: Strategy, folder: Path, history: History, tested: dict[str, float]) -> dict[str, Any]:
-    """What the run came to: counted over all its parts by its metrics, the rest from the last part."""
+def summary(
+    name: str, strategy: Strategy, folder: Path, history: History, tested: dict[str, float], cursor: int
+) -> dict[str, Any]:
+    """What the run came to: counted over all its parts by its metrics, the rest from the last part.
+
+    The metrics of daso are about the workers of the first process; the cursor counts the samples of all.
+    """
     run, last = watch.read_run(folder), history.summary()
-    wall, samples, ideal = (
-        float(np.nansum(run.step_time_S)),
-        int(np.nansum(run.counts_SxW)),
-        last["ideal_samples_per_s"],
-    )
+    wall, ideal = float(np.nansum(run.step_time_S)), last["ideal_samples_per_s"]
+    samples = cursor if strategy.sync == "daso" else int(np.nansum(run.counts_SxW))
     return {
         "strategy": name,
         **last,

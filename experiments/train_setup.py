@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import optax
 from train_config import Config
 
 from hetjax.devices import devices_of_all, fake_devices, said_by_environment
+from hetjax.launch.variables import PROCESSES
 from hetjax.run.simulate import Simulation, Trace, constant
 from hetjax.run.trace_file import read_trace
 from hetjax.strategies import Strategy
@@ -25,6 +27,11 @@ LEAST_ROW_TIME_MS = 0.4
 DEFAULT_SPEEDS = "1,1,0.5,0.25"
 
 
+def are_several(processes: int) -> bool:
+    """Whether this is one of several processes, or what is left of them: the launcher may start again with one."""
+    return processes > 1 or PROCESSES in os.environ
+
+
 def find_devices(config: Config, processes: int = 1) -> tuple[Simulation | None, list[jax.Device]]:
     """The devices, and their simulated speeds if any: 1, 1, 0.5, 0.25 while nothing about devices is given."""
     asked = config.workers
@@ -35,7 +42,7 @@ def find_devices(config: Config, processes: int = 1) -> tuple[Simulation | None,
         trace = read_trace(asked.trace)
     elif asked.speeds is not None and asked.speeds != "real":
         trace = constant(numbers("--speeds", asked.speeds))
-    several = processes > 1
+    several = are_several(processes)
     count = asked.devices if several or trace is None or asked.devices is not None else len(trace(0)[0])
     by_node = "daso" in (config.method.sync, config.method.strategy)
     devices = devices_of_all(count, spare=int(by_node)) if several else fake_devices(count)
@@ -120,16 +127,23 @@ def make_sync(config: Config, strategy: Strategy, steps: int) -> AnySync:
     return strategy.make_sync(schedule=schedule(config, steps)) if strategy.asynchronous else strategy.make_sync()
 
 
-def method(config: Config) -> dict[str, Any]:
-    asked = config.method
+def method(config: Config, processes: int = 1) -> dict[str, Any]:
+    asked, several = config.method, are_several(processes)
     every = asked.every if asked.every in (None, "epoch") else whole_numbers("--every", asked.every)[0]
     axes = {axis: getattr(asked, axis) for axis in ("controller", "partition", "sync", "engine", "faithful")}
     options = {name: getattr(asked, name) for name in ("mix_every", "topology", "matcha_budget")}
-    options |= {name: getattr(config.hierarchy, name) for name in ("max_skip", "blend", "between")}
-    sizes = whole_numbers("--nodes", config.hierarchy.nodes)
-    options["nodes"] = sizes[0] if sizes is not None and len(sizes) == 1 else sizes
+    options |= {name: getattr(config.hierarchy, name) for name in ("max_skip", "blend")}
+    name, without = ("nodes", "a process is a node") if several else ("between", "there is one process")
+    if (given := getattr(config.hierarchy, name)) is not None and not config.output.resume:
+        raise ValueError(f"--{name} {given} says nothing where {without}: leave it out.")
+    if several:
+        options["between"] = config.hierarchy.between
+    else:
+        sizes = whole_numbers("--nodes", config.hierarchy.nodes)
+        options["nodes"] = sizes[0] if sizes is not None and len(sizes) == 1 else sizes
     alone = config.asynchronous
-    options |= {name: getattr(alone, name) for name in ("staleness_bound", "mega_batch", "replay")}
+    names = ("staleness_bound", "rate_cap", "dead_zone", "mega_batch", "replay")
+    options |= {name: getattr(alone, name) for name in names}
     options["batches"] = whole_numbers("--batches", alone.batches)
     options["smallest"] = whole_numbers("--smallest-batch", alone.smallest_batch)
     return {"preset": asked.strategy, "every": every, "sync_options": options, **axes}

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a wish to end: the step in flight is finished, so that what was learned can be saved."""
+"""Ctrl-C, SIGTERM and SIGHUP as a wish to end: the step in flight is finished, and what was learned can be saved."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class Interrupt:
 
 @contextmanager
 def stop_on_signals(stop: Callable[[], None]) -> Iterator[Interrupt]:
-    """The first Ctrl-C or SIGTERM calls `stop` (a trainer's); a second one ends the program at once."""
+    """The first Ctrl-C, SIGTERM or SIGHUP (unless ignored, as under nohup) calls `stop` (a trainer's); a second one
+    ends the program at once."""
     interrupt = Interrupt(stop)
 
     def handler(number: int, frame: Any) -> None:
@@ -38,7 +39,8 @@ def stop_on_signals(stop: Callable[[], None]) -> Iterator[Interrupt]:
     if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
         yield interrupt
         return
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    hangs_up = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
+    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM, *hangs_up)}
     try:
         yield interrupt
     finally:

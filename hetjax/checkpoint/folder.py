@@ -37,7 +37,8 @@ def prepare(folder: Path) -> None:
 def write(folder: Path, step: int, fill: Callable[[Path], None], keep: int) -> Path:
     """Add the checkpoint of a step, which `fill` writes into the folder it is given; forget all but the last `keep`.
 
-    Whatever goes wrong, the checkpoints that were there stay as they are.
+    Later ones, damaged or of a future not taken, are set aside until the run is as far again. Whatever goes wrong, the
+    checkpoints that were there stay as they are.
     """
     final, draft = folder / f"step_{step:08d}", folder / f"draft_{step:08d}"
     try:
@@ -45,7 +46,7 @@ def write(folder: Path, step: int, fill: Callable[[Path], None], keep: int) -> P
         draft.mkdir(parents=True)
         fill(draft)
         _seal(draft)
-        for later in [path for path in stored(folder) if _step(path) >= step]:  # damaged, or of a future not taken
+        for later in [path for path in stored(folder) if _step(path) >= step]:
             _set_aside(later)
         draft.rename(final)
         _flush(folder)
@@ -55,6 +56,8 @@ def write(folder: Path, step: int, fill: Callable[[Path], None], keep: int) -> P
             f"The checkpoint of step {step} could not be written to {folder}: {error}. Earlier checkpoints are as they "
             "were; make room or give another folder, and resume from the last one."
         ) from error
+    for passed in [path for path in folder.glob("aside_step_*") if _step(path) <= step]:
+        shutil.rmtree(passed)
     for old in stored(folder)[:-keep]:
         shutil.rmtree(old.rename(old.with_name(f"draft_{old.name}")))  # never half a checkpoint under its name
     return final
@@ -87,7 +90,7 @@ def check(path: Path) -> None:
 
 
 def _step(path: Path) -> int:
-    return int(path.name.removeprefix("step_"))
+    return int(path.name.rpartition("_")[2])
 
 
 def _set_aside(path: Path) -> None:

@@ -72,7 +72,7 @@ class _Run:
         home: Home | None,
     ):
         self.options, self.command, self.cores_P = options, command, cores_P
-        self.disturbances, self.home = disturbances, home
+        self.disturbances, self.home, self.began = disturbances, home, time.time()
 
     def attempts(self) -> int:
         members, restarts = list(range(self.options.processes)), 0
@@ -156,6 +156,8 @@ class _Run:
         }
         if restarts:
             told[variables.RESTART] = str(restarts)
+        if len(self._command(restarts)) > len(self.command):
+            told[variables.STARTED] = str(self.began)
         if gpus is not None:
             told["JAX_LOCAL_DEVICE_IDS"] = gpus
         return {**os.environ, **told}

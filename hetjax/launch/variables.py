@@ -6,3 +6,4 @@ PROCESSES = "HETJAX_PROCESSES"  # how many there are
 PROCESS = "HETJAX_PROCESS"  # which one this is, from 0
 HEARTBEAT = "HETJAX_HEARTBEAT"  # the folder of the heartbeats
 RESTART = "HETJAX_RESTART"  # how often the run was started again; not set the first time
+STARTED = "HETJAX_STARTED"  # where the launcher added --resume: when it began, in seconds since 1970

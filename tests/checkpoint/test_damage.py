@@ -107,6 +107,8 @@ def test_a_damaged_one_does_not_take_the_place_of_a_good_one(tmp_path):
     save_steps(tmp_path, 15, keep=1)
     assert newest(tmp_path) == 15
     assert names(tmp_path) == ["aside_step_00000020", "step_00000015"]
+    save_steps(tmp_path, 25, keep=1)  # the run is past what was set aside
+    assert names(tmp_path) == ["step_00000025"]
 
 
 @pytest.mark.parametrize("stage", ["_seal", "_set_aside"])

@@ -7,8 +7,12 @@ import signal
 import numpy as np
 import pytest
 import train
+import train_config
+import train_setup
 
 from hetjax import watch
+from hetjax.run import agree
+from hetjax.run.agree import Disagreement
 from hetjax.watch import read_run
 
 TINY = ["--model", "mlp", "--width", "8", "--batch-size", "64", "--devices", "2"]
@@ -114,6 +118,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_nothing_had_happened(tmp_path, who
     [
         (["--sync", "hogbatch", "--controller", "dbs"], "nothing to plan"),
         (["--mega-batch", "512"], "'mega_batch' is an option of the sync adaptive-sgd"),
+        (["--sync", "daso", "--between", "steps"], "--between steps says nothing where there is one process"),
         (["--controller", "oracle"], "true cost of every step"),
         (["--controller", "nonsense"], "There is no controller 'nonsense'"),
         (["--controller", "balanced", "--partition", "proportional"], "cuts the data into shards once an epoch"),
@@ -139,6 +144,48 @@ def test_a_mistake_is_answered_by_a_sentence(flags, sentence, tmp_path, capsys):
     told = " ".join(capsys.readouterr().err.split())
     assert sentence in told
     assert "Traceback" not in told
+
+
+@pytest.mark.parametrize("error", [TimeoutError("Node 1 did not come."), Disagreement("They no longer agree.")])
+def test_what_another_start_may_mend_is_no_mistake_of_the_user(error, tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(train, "run", fail)
+    assert train.main(["--out", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == f"error: {error}\n"
+
+
+def test_processes_with_other_flags_are_told(tmp_path, monkeypatch, capsys):
+    """Some may differ: the devices of a process."""
+    monkeypatch.setattr(agree, "gather", lambda told: [told, {**told, "learning_rate": 0.5}])
+    assert train.main([*TINY, "--strategy", "equal", "--out", str(tmp_path)]) == 2
+    assert "Process 1 differs from process 0 in its learning rate: 0.5 instead of None" in capsys.readouterr().err
+    assert {"devices", "capacity", "out"} <= set(train.OF_A_PROCESS) <= train_config.Config().flat().keys()
+
+
+def test_what_is_left_of_several_processes_is_no_simulation(monkeypatch):
+    monkeypatch.setattr(train_setup, "said_by_environment", lambda: None)
+    assert train_setup.find_devices(train_config.Config())[0] is not None
+    monkeypatch.setenv("HETJAX_PROCESSES", "1")
+    assert train_setup.find_devices(train_config.Config())[0] is None
+
+
+def test_started_again_before_it_had_begun_a_run_does_not_go_on_with_the_one_it_replaces(tmp_path, monkeypatch):
+    """The launcher adds --resume and says when it began; an older configuration is of another run."""
+    assert train.main([*TINY, "--steps", "1", "--strategy", "equal", "--out", str(tmp_path)]) == 0
+    written = (tmp_path / "config.json").stat().st_mtime
+    again = ["--resume", "--batch-size", "32", "--out", str(tmp_path)]
+    monkeypatch.setenv("HETJAX_RESTART", "1")
+    monkeypatch.setenv("HETJAX_STARTED", str(written + 1))
+    config = train.read_config(again)
+    assert (config.output.resume, config.data.batch_size, config.model.model) == (False, 32, "cnn")
+    monkeypatch.setenv("HETJAX_STARTED", str(written - 1))
+    with pytest.raises(ValueError, match="was started with batch_size=64"):
+        train.read_config(again)
+    train.forget(tmp_path)
+    assert not (tmp_path / "summary.json").exists()
+    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_a_resumed_run_must_be_the_same_training(tmp_path, capsys):

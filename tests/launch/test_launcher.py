@@ -188,6 +188,12 @@ def test_resume_is_not_said_twice_and_can_be_called_otherwise(place):
     assert "[0] ['--go-on'] 1 2" in place.run("--restart", 1, "--resume-flag=--go-on", "--", program)[1]
 
 
+def test_where_resume_was_added_it_is_said_since_when_the_run_is_new(place):
+    program = place.program("print(float(os.environ.get('HETJAX_STARTED', 0)) > time.time() - 60)\n" + FAILS_ONCE)
+    assert "[0] True" in place.run("--restart", "--", program)[1]
+    assert "[0] True" not in place.run("--restart", "--", program, "--resume")[1]
+
+
 def test_it_gives_up_at_last(place):
     code, _, err = place.run("--restart", 2, "--", place.program("if me == 0: sys.exit(9)\ntime.sleep(100)"))
     assert code == 9

@@ -132,6 +132,16 @@ def test_a_pod_is_no_cluster_by_itself(monkeypatch):
     assert detected_cluster(os.environ) is None
 
 
+def test_a_pod_of_an_indexed_job_does_not_train_alone_by_mistake(monkeypatch):
+    monkeypatch.setitem(sys.modules, "kubernetes", None)  # as if it were not installed
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "3")
+    with pytest.raises(ValueError, match=r"pod 3 of an indexed job .* pip install 'jax\[k8s\]'"):
+        find_place(None, None, None, os.environ)
+    assert find_place(None, 1, None, os.environ) == Place()
+    assert find_place("host:1", 4, 3, os.environ).source == "its arguments"
+
+
 # -- real processes --
 
 

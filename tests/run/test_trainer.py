@@ -170,6 +170,19 @@ def test_stop_ends_the_run_after_a_whole_step():
     assert state.step == len(history.records)
 
 
+def test_an_evaluation_that_was_asked_to_stop_is_still_of_all_samples():
+    made = problem("mlp", samples=300)
+
+    class Stopping(Remembering):
+        def __getitem__(self, index):
+            trainer.stop()
+            return super().__getitem__(index)
+
+    with trainer_for(made) as trainer:
+        state = trainer.init(made.params)
+        assert trainer.evaluate(state, Stopping(made.data)) == trainer.evaluate(state, made.data)
+
+
 @pytest.mark.parametrize("transport", ["psum", "hub"])
 def test_a_nan_is_named_and_leaves_the_parameters_alone(transport):
     made = problem("mlp", samples=48)
