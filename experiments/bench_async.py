@@ -133,7 +133,12 @@ def bench(problem: Problem, ratios: list[str], seeds: int, say: Callable[[str], 
                     say(f"{ratio} {sync}, seed {seed}: target after {seconds:.1f} s, busy {busy:.1%}")
                 if sync == "equal":
                     found[ratio][sync] = as_balanced(found[ratio][sync][0], found[ratio]["balanced"])
-    return {ratio: {sync: summed(runs) for sync, runs in of.items()} for ratio, of in found.items()}
+    return {ratio: {sync: summed(runs) | derived(sync) for sync, runs in of.items()} for ratio, of in found.items()}
+
+
+def derived(sync: str) -> dict[str, Any]:
+    """That equal counts were run for some steps of one seed only: the rest follows from the balanced runs."""
+    return {"derived": True, "steps_run": EQUAL_STEPS} if sync == "equal" else {}
 
 
 def as_balanced(equal: dict[str, Any], balanced: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -186,6 +191,8 @@ def verdict(ratio: str, of: dict[str, Any]) -> str:
     seconds = {sync: f["time_to_target_s"] for sync, f in of.items() if f["time_to_target_s"] is not None}
     balanced = seconds.pop("balanced", None)
     rivals = {sync: s for sync, s in seconds.items() if sync != "equal"}
+    if not rivals and balanced is None:
+        return f"{ratio}: no training reached the target."
     if not rivals or balanced is None:
         return f"{ratio}: {'only asynchronous' if rivals else 'no asynchronous'} training reached the target."
     best = min(rivals, key=lambda sync: rivals[sync])

@@ -156,6 +156,10 @@ class Asynchronous:
     """least that a batch may become; a sixteenth of the largest, which is --capacity"""
     staleness_bound: Whole = None
     """hogbatch, adaptive-hogbatch: most updates of others between reading the model and one's own"""
+    rate_cap: Number = None
+    """most times the learning rate that a large batch gets; 4"""
+    dead_zone: Whole = None
+    """adaptive-hogbatch: how many updates a worker may be off the others before its batch moves; 4"""
     mega_batch: Whole = None
     """adaptive-sgd: samples from one merge of the replicas to the next; 8 times --batch-size"""
     replay: Annotated[int | None, _shown("SEED")] = None

@@ -42,10 +42,12 @@ def test_options_of_the_sync():
 
 
 def test_syncs_without_a_barrier_plan_nothing():
-    name, strategy = resolve(sync="adaptive-hogbatch", faithful=True, sync_options={"staleness_bound": 2})
+    name, strategy = resolve(
+        sync="adaptive-hogbatch", faithful=True, sync_options={"staleness_bound": 2, "rate_cap": 3.0}
+    )
     assert (name, strategy.asynchronous) == ("adaptive-hogbatch", True)
     made = strategy.make_sync(schedule=lambda step: 1.0)
-    assert (made.name, made.staleness_bound, made.dead_zone) == ("adaptive-hogbatch", 2, 0)
+    assert (made.name, made.staleness_bound, made.dead_zone, made.rate_cap) == ("adaptive-hogbatch", 2, 0, 3.0)
     assert not resolve("balanced")[1].asynchronous
 
 

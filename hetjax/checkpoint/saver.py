@@ -72,7 +72,7 @@ class Saver:
         self.folder, self.trainer, self.steps, self.seconds = Path(folder).resolve(), trainer, steps, seconds
         self.keep, self.extra, self.wait_limit = keep, extra, wait_limit
         self.last: Path | None = None  # the newest that is whole on the disk
-        self._last_time, self._begun = time.monotonic(), -1
+        self._last_time, self._begun = time.monotonic(), (-1, -1)  # step and cursor
         self._writing: threading.Thread | None = None
         self._failure: Exception | None = None
         if jax.process_index() == 0:
@@ -88,11 +88,12 @@ class Saver:
             self.trainer.ask_to_save()
 
     def save(self, record: Record, state: State) -> None:
-        """Now, whatever the time, unless this very step was saved already."""
-        if self._begun == state.step:
+        """Now, whatever the time, unless this very state was saved already: a step without a barrier has several."""
+        at = state.step, state.cursor
+        if self._begun == at:
             return
         snapshot = take(state, self.trainer.remember(state), self.extra(record))
-        self._last_time, self._begun = time.monotonic(), state.step
+        self._last_time, self._begun = time.monotonic(), at
         self._finish()
         if snapshot is not None:
             self._writing = threading.Thread(target=self._write, args=(snapshot, state.step), daemon=True)

@@ -97,6 +97,7 @@ class Display:
         shown = " ".join(map(str, counts)) if len(counts) <= 8 else f"{min(counts)} to {max(counts)}"
         parts = [self._progress(), *self._numbers(), *([f"counts {shown}"] if counts else [])]
         if self._updates:
+            parts.append("busy " + " ".join("–" if share is None else f"{share:.0%}" for share in self._busy()[:8]))
             parts.append("updates " + " ".join(f"{share:.0%}" for share in self._shares()[:8]))
         return "  ".join(([self.title] if self.title else []) + parts)
 
@@ -138,6 +139,12 @@ class Display:
         total = max(1, sum(self._updates))
         return [made / total for made in self._updates]
 
+    def _busy(self) -> list[float | None]:
+        """The share of the last step that each worker was busy; None where it was not timed."""
+        times = self._row.get("times") or [None] * len(self._row.get("counts") or [])
+        step_time = self._row.get("step_time") or max((t for t in times if t), default=0)
+        return [t / step_time if t is not None and step_time else None for t in times]
+
     def _left(self) -> str:
         seen = self._step - (self._first_step or 0)  # steps since the clock was started by the first row
         if not self.steps or seen < 1:
@@ -148,8 +155,7 @@ class Display:
     def _workers(self) -> Table:
         counts = self._row.get("counts") or []
         times = self._row.get("times") or [None] * len(counts)
-        step_time = self._row.get("step_time") or max((t for t in times if t), default=0)
-        busy = [t / step_time if t is not None and step_time else None for t in times]
+        busy = self._busy()
         table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
         for title in ("worker", "count", "busy", "", "time", *(["updates"] if self._updates else [])):
             table.add_column(title, justify="left" if title == "busy" else "right", no_wrap=True)

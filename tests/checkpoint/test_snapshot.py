@@ -1,5 +1,7 @@
 """A state comes back from a checkpoint as it was, and not into another model."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,6 +40,14 @@ def test_everything_comes_back(tmp_path):
     assert (found.state.step, found.state.cursor, found.state.replicas, found.state.more) == (7, 70, 0, None)
     assert found.extra == {"seconds": 1.5}
     assert trainer.recalled == {"law": [1, None, "x"]}
+
+
+def test_a_state_further_on_in_the_same_step_is_saved_too(tmp_path):
+    """Without a barrier a run may be stopped anywhere."""
+    with checkpoint.Saver(tmp_path, FakeTrainer()) as saver:
+        for cursor in (70, 70, 75):
+            saver.save(None, replace(state_of(PARAMS), cursor=cursor))
+    assert checkpoint.restore(saver.last, fresh(), FakeTrainer()).state.cursor == 75
 
 
 def test_stacked_replicas_and_what_a_sync_keeps_come_back(tmp_path):

@@ -42,6 +42,7 @@ def test_equal_counts_take_the_balanced_runs_steps_at_their_own_speed():
         ({"balanced": 2.0, "hogbatch": 2.01}, "equally fast"),
         ({"balanced": None, "hogbatch": 2.0}, "only asynchronous"),
         ({"balanced": 2.0, "hogbatch": None}, "no asynchronous"),
+        ({"balanced": None, "hogbatch": None}, "no training reached"),
     ],
 )
 def test_the_table_says_what_to_use(seconds, words):
@@ -65,4 +66,5 @@ def test_a_short_bench_from_end_to_end(tmp_path, monkeypatch, capsys):
         assert sum(figures["update_share"]) == pytest.approx(1)
     steps = found[ratio]["balanced"]["samples_to_target"] / bench_async.BATCH
     assert found[ratio]["equal"]["time_to_target_s"] == pytest.approx(steps * found[ratio]["equal"]["step_time"])
+    assert [sync for sync in SYNCS if found[ratio][sync].get("derived")] == ["equal"]
     assert "choice" in capsys.readouterr().out

@@ -89,3 +89,7 @@ def test_ctrl_c_leaves_a_checkpoint_within_two_seconds_and_the_run_goes_on(tmp_p
     run = read_run(tmp_path)
     assert run.step_S[-1] == 3 * 23
     assert run.samples_S[-1] == 3 * 1438
+    summary = read(tmp_path / "summary.json")  # of both parts
+    assert summary["samples"] == 3 * 1438
+    assert summary["updates"] == sum(summary["staleness"].values()) == np.nansum(run.updates_SxW)
+    np.testing.assert_allclose(summary["update_share"], np.nansum(run.updates_SxW, axis=0) / summary["updates"])

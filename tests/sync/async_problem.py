@@ -75,6 +75,26 @@ def merged_account(log, rows: dict[str, np.ndarray], workers: int, momentum: flo
     return now
 
 
+class Versions:
+    """Stands in for a shared model: only its version matters."""
+
+    core = (None,) * 4
+
+    def __init__(self):
+        self.version = 0
+
+    @property
+    def snapshot(self):
+        return self
+
+    def receive(self, parts):
+        return parts
+
+    def apply(self, parts, scale):
+        self.version += 1
+        return self.version, None
+
+
 def covered(log, size: int) -> list[int]:
     """Every sample that the updates learned from, as its place since the start of training."""
     return sorted(n for d in log for n in range(d.span.epoch * size + d.span.start, d.span.epoch * size + d.span.stop))

@@ -1,10 +1,13 @@
 """The Hogbatch family by a virtual clock: what is computed, to the number, and the same again every time."""
 
+import json
+
 import jax
 import numpy as np
 import optax
 import pytest
 from async_problem import (
+    Versions,
     best,
     covered,
     data,
@@ -19,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from problems import distance, problem, reference_run
 
-from hetjax import Trainer
+from hetjax import Simulation, Trainer
 from hetjax.plan.merge_rule import moved_batches
 from hetjax.plan.ranges import Range
 from hetjax.sync import AdaptiveHogbatch, AdaptiveSgd, Hogbatch
@@ -154,21 +157,6 @@ def test_staleness_can_be_bounded(bound, float64):
     np.testing.assert_allclose(found, shared_account(log, rows), rtol=1e-9)
 
 
-class Versions:
-    """Stands in for a shared model: only its version matters."""
-
-    def __init__(self):
-        self.version = 0
-
-    @property
-    def snapshot(self):
-        return self
-
-    def apply(self, parts, scale):
-        self.version += 1
-        return self.version, None
-
-
 @given(st.integers(2, 6), st.integers(0, 5), st.lists(st.integers(0, 5), min_size=10, max_size=80))
 def test_the_bound_holds_in_any_order_of_events_and_never_locks(workers, bound, events):
     method = Immediate(Versions(), [None] * workers, np.ones(workers), np.zeros(workers), bound=bound)
@@ -203,6 +191,49 @@ def test_a_run_goes_on_where_it_was_and_no_sample_is_seen_twice(float64):
     assert steps == sorted(set(steps))
 
 
+def test_the_summary_of_a_resumed_run_is_of_all_its_parts():
+    rows, log, records = data(), [], []
+    sync = Hogbatch(replay=UNEQUAL, on_update=log.append)
+    with trainer_for(sync, 3) as trainer:
+        stop = lambda record, state: trainer.stop() if record.step == 5 else None
+        state, history = trainer.fit(trainer.init(first()), rows, epochs=2, hooks=[stop])
+        records += [r for r in history.records if r.step <= state.step]
+        assert len(records) < len(history.records)  # it stopped within a step
+        saved, before = json.loads(json.dumps(trainer.remember(state))), len(log)
+    with trainer_for(Hogbatch(replay=7, on_update=log.append), 3) as trainer:
+        state, history = trainer.fit(trainer.recall(saved, jax.tree.map(np.asarray, state)), rows, stop_at=2 * 96)
+        records += history.records
+    told, made_W = history.more, np.bincount([d.worker for d in log])
+    assert 0 < before < told["updates"] == len(log)
+    assert told["update_share"] == (made_W / len(log)).tolist()
+    assert told["staleness"] == {str(k): sum(d.staleness == k for d in log) for k in sorted({d.staleness for d in log})}
+    np.testing.assert_array_equal(np.sum([r.more["updates"] for r in records], axis=0), made_W)
+    assert sum(int(r.counts_W.sum()) for r in records) == 2 * 96
+    busy_W = np.sum([r.times_W for r in records], axis=0) / sum(r.step_time for r in records)
+    np.testing.assert_allclose(busy_W, told["utilisation"], rtol=1e-6)
+
+
+def test_resumed_batches_keep_to_the_bounds_of_now():
+    rows, log = data(), []
+    with trainer_for(Hogbatch(replay=0, batches=16)) as trainer:
+        state, _ = trainer.fit(trainer.init(first()), rows, epochs=1)
+        saved, state = trainer.remember(state), jax.tree.map(np.asarray, state)
+    with trainer_for(Hogbatch(replay=0, on_update=log.append), capacity=8, rungs=[4, 8]) as trainer:
+        trainer.fit(trainer.recall(saved, state), rows, epochs=1)
+    assert {done.batch for done in log} == {8}
+
+
+def test_a_replay_follows_speeds_that_change():
+    """Twice three quarters: the first worker has three of four updates until step 30, and then one of four."""
+    swapped = lambda step: (np.array([3.0, 1.0] if step < 30 else [1.0, 3.0]), np.zeros(2))
+    sync = Hogbatch(replay=0, batches=4)
+    with trainer_for(sync, speeds=Simulation(swapped)) as trainer:
+        _, history = trainer.fit(trainer.init(first()), data(), epochs=10)
+    made_SxW = np.array([record.more["updates"] for record in history.records])
+    for part_SxW, share in ((made_SxW[:30], 0.75), (made_SxW[30:], 0.25)):
+        assert part_SxW[:, 0].sum() / part_SxW.sum() == pytest.approx(share, abs=0.04)
+
+
 def test_model_state_moves_with_every_update():
     """A running sum of counts as model state: every sample is in it once."""
 
@@ -226,6 +257,25 @@ def test_a_schedule_counts_in_samples():
     assert log[0].scale == 1
     assert all(d.scale >= 1 - seen / 16 / 12 for d, seen in zip(log, done, strict=True))  # as of when it was taken
     assert log[-1].scale < 0.2
+
+
+def test_the_rate_of_a_large_batch_is_capped():
+    for options, scale in (
+        ({}, 4.0),
+        ({"rate_cap": 6.0}, 6.0),
+        ({"rate_cap": np.inf}, 8.0),
+        ({"scale_rate": False}, 1),
+    ):
+        log = []
+        run(Hogbatch, data(), log=log, epochs=1, batches=16, reference=2, **options)
+        assert {d.scale for d in log} == {scale}
+
+
+def test_what_is_given_goes_before_what_was_published():
+    made = Hogbatch(faithful=True, scale_rate=True, rate_cap=2.0)
+    assert (made.scale_rate, made.rate_cap) == (True, 2.0)
+    assert AdaptiveHogbatch(faithful=True, dead_zone=3, rate_cap=2.0).dead_zone == 3
+    assert AdaptiveHogbatch(faithful=True).rate_cap == np.inf
 
 
 def test_as_published():

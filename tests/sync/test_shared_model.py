@@ -53,6 +53,20 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
     np.testing.assert_array_equal(shared.snapshot.core[0]["w"], 0.0)
 
 
+def test_sums_that_do_not_arrive_never_reach_the_model(monkeypatch):
+    """A copy between devices may fail after device_put has returned."""
+
+    class Lost:
+        def block_until_ready(self):
+            raise RuntimeError("copy failed")
+
+    shared = model()
+    monkeypatch.setattr(jax, "device_put", lambda *_: (Lost(),))
+    with pytest.raises(RuntimeError, match="copy failed"):
+        shared.receive(sums(-1.0))
+    assert shared.snapshot.version == 0
+
+
 def test_under_stress_every_update_is_applied_once_and_every_snapshot_is_whole():
     """Every update adds one to each number, so a snapshot of version v must hold v three times."""
     shared, threads, each = model(), 8, 60

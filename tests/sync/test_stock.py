@@ -46,6 +46,24 @@ def test_ranges_of_any_size_get_their_rows_and_each_is_fetched_once(stock, seed)
     assert all(name.startswith("hetjax-stock") for name, _ in stock.source.asked)
 
 
+@pytest.mark.parametrize("fails", [1, 2])
+def test_what_could_not_be_read_is_tried_once_more(stock, fails, caplog):
+    read, errors = stock.source.rows, [OSError("disk away")] * fails
+
+    def rows(indices):
+        if errors:
+            raise errors.pop()
+        return read(indices)
+
+    stock.source.rows, span = rows, RangePool(50, 100).take(5)
+    if fails == 1:
+        np.testing.assert_array_equal(stock.rows(span).block(0, 5)["x"], stock.order.indices(0, 0, 5))
+    else:
+        with pytest.raises(OSError, match="disk away"):
+            stock.rows(span)
+    assert "trying again: OSError: disk away" in caplog.text
+
+
 def test_an_old_range_that_comes_back_is_fetched_again(stock):
     pool = RangePool(50, 100)
     first = pool.take(5)

@@ -63,7 +63,7 @@ def test_live_the_shares_of_all_updates_so_far_are_shown():
     lines = {line.split()[0]: line.split()[-1] for line in text.splitlines() if line.split()[:1] in (["0"], ["1"])}
     assert lines == {"0": "25%", "1": "75%"}
     assert max(map(len, text.splitlines())) <= 80
-    assert "updates 25% 75%" in display.line()
+    assert "busy 64% 72%  updates 25% 75%" in display.line()
 
 
 def test_at_the_end_one_line_tells_how_busy_all_were():

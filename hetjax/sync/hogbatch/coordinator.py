@@ -14,7 +14,7 @@ import numpy as np
 from hetjax.plan.ranges import RangePool
 from hetjax.run.clocks import Lap
 from hetjax.run.update import State
-from hetjax.sync.hogbatch.method import Method
+from hetjax.sync.hogbatch.method import Method, Unreachable
 from hetjax.sync.hogbatch.rate import Rate
 from hetjax.sync.hogbatch.task import Back, Finished, Lost, Moment, News, Task, Update
 
@@ -38,13 +38,13 @@ class Coordinator:
         self.pool, self.method, self.rate = pool, method, rate
         self.clock, self.step_of = clock, step_of
         self.news: queue.SimpleQueue[News] = queue.SimpleQueue()
-        self.error: BaseException | None = None  # of the last worker, when none is left
+        self.error: BaseException | None = None  # that ends the run: of the last worker, when none is left
         self._workers = workers
         self._taking_part = set(range(workers))
         self._flying: dict[int, Task] = {}
         self._closed = False
         self._changed = threading.Condition()
-        self._step = step_of(pool.cursor)
+        self.step = step_of(pool.cursor)  # the last that was told of
 
     # -- what a worker does --
 
@@ -87,20 +87,18 @@ class Coordinator:
             self.news.put(Finished(update, outcome.tail, self._seen(), self._since(), self._moment_if_due()))
             self._changed.notify_all()
 
-    def fail(self, worker: int, error: BaseException) -> None:
-        """A worker raised, hangs or died: what it had goes back to the pool and the others go on."""
+    def fail(self, worker: int, error: BaseException, task: Task | None = None) -> None:
+        """A worker raised, hangs or died: what it had goes back to the pool and the others go on.
+
+        `task`: that it was seen with; if it has brought that one meanwhile, it has not failed after all. Nor does it
+        matter once the run has ended.
+        """
         with self._changed:
-            if worker not in self._taking_part:
+            flying = self._flying.get(worker)
+            if worker not in self._taking_part or (self._closed and flying is None) or task not in (None, flying):
                 return
-            self._taking_part.discard(worker)
-            task = self._flying.pop(worker, None)
-            spans = tuple(([] if task is None else [task.span]) + list(self.method.lost(worker)))
-            for span in spans:
-                self.pool.give_back(span)
-            if not self._taking_part:
-                self.error = error
+            self._leave_out(worker, error)
             self._settle()
-            self.news.put(Lost(worker, error, spans))
             self._changed.notify_all()
 
     # -- what a driver does --
@@ -122,11 +120,12 @@ class Coordinator:
             self._settle()
             self._changed.notify_all()
 
-    @property
     def over(self) -> bool:
-        """Whether nothing is on its way and nothing will be."""
+        """Whether nothing is on its way and nothing will be; from then on nobody can come back."""
         with self._changed:
-            return not self._flying and (self._closed or not self._taking_part or self.pool.empty)
+            if not self._flying and (not self._taking_part or self.pool.empty):
+                self._closed = True
+            return not self._flying and self._closed
 
     def flying(self) -> list[Task]:
         with self._changed:
@@ -158,30 +157,48 @@ class Coordinator:
     def _nothing_for(self, worker: int) -> bool:
         return self._closed or worker not in self._taking_part or self.pool.empty
 
+    def _leave_out(self, worker: int, error: BaseException) -> None:
+        self._taking_part.discard(worker)
+        task = self._flying.pop(worker, None)
+        spans = (*([] if task is None else [task.span]), *self.method.lost(worker))
+        for span in spans:
+            self.pool.give_back(span)
+        if not self._taking_part:
+            self.error = error
+        self.news.put(Lost(worker, error, spans))
+
     def _settle(self) -> None:
-        if not self._flying:
-            dry = self._closed or not self.pool.available or not self._taking_part
+        if self._flying:
+            return
+        dry = self._closed or not self.pool.available or not self._taking_part
+        try:
             for span in self.method.rest(self.taking_part_W(), dry=dry):
                 self.pool.done(span)
+        except Unreachable as error:
+            self._leave_out(error.worker, error.__cause__ or error)
+            self._settle()
+        except Exception as error:  # concerns all of them
+            self.error, self._closed = error, True
 
     def _seen(self) -> int:
         return self.pool.cursor + self.method.pending
 
     def _since(self) -> tuple[float | None, ...]:
-        return tuple(self._flying[i].taken if i in self._flying else None for i in range(self._workers))
+        return tuple(self._flying[i].started if i in self._flying else None for i in range(self._workers))
 
     def _late(self, worker: int) -> None:
         if not self._closed and worker not in self._taking_part:
             self._taking_part.add(worker)
+            self.error = None
             self.method.joined(worker, self.taking_part_W())
             self.news.put(Back(worker))
             self._changed.notify_all()
 
     def _moment_if_due(self) -> Moment | None:
         step = self.step_of(self._seen())
-        if step == self._step:
+        if step <= self.step:  # what a lost replica had learned is learned once more
             return None
-        self._step = step
+        self.step = step
         return self._moment()
 
     def _moment(self) -> Moment:

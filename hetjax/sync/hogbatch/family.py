@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any
 
 import jax
@@ -46,13 +47,14 @@ class Asynchronous:
     batches      the first batch of each worker. Unless given: unlike kinds of device start as published, CPUs at their
                  smallest batch and the others at their largest; otherwise shares of batch_size by (simulated) speed
     smallest     the least a batch may become: a sixteenth of the largest unless given. The largest is the capacity
-    scale_rate   whether the rate follows the batch: lr_E = lr min(b_E / reference, rate_cap); rate_cap None: no limit
+    scale_rate   whether the rate follows the batch: lr_E = lr min(b_E / reference, rate_cap)
+    rate_cap     4 unless given; math.inf: no limit
     reference    the batch that the learning rate was chosen for: the trainer's batch_size unless given
     schedule     factor on the rate by progress, in steps of batch_size samples (a schedule in the optimiser counts
                  updates)
     replay       a seed, or a `Schedule`: no threads, but a virtual clock that gives the same interleaving every time
     on_update    called with every `Update`, in order
-    faithful     as published, where our default corrects it
+    faithful     as published, where our default corrects it; what is given goes before
     """
 
     name: str
@@ -64,7 +66,7 @@ class Asynchronous:
         batches: Whole = None,
         smallest: Whole = None,
         scale_rate: bool = True,
-        rate_cap: float | None = CAP,
+        rate_cap: float | None = None,
         reference: float | None = None,
         schedule: Callable[[float], float] | None = None,
         replay: int | Schedule | None = None,
@@ -72,9 +74,10 @@ class Asynchronous:
         faithful: bool = False,
     ):
         if rate_cap is not None and rate_cap <= 0:
-            raise ValueError(f"rate_cap is {rate_cap}: expected a number above 0, or None for no limit.")
+            raise ValueError(f"rate_cap is {rate_cap}: expected a number above 0; inf is no limit.")
         self.batches, self.smallest = batches, smallest
-        self.scale_rate, self.rate_cap, self.reference = scale_rate, rate_cap, reference
+        self.scale_rate, self.reference = scale_rate, reference
+        self.rate_cap = rate_cap if rate_cap is not None else inf if faithful else CAP
         self.schedule, self.on_update, self.faithful = schedule, on_update, faithful
         self.replay = Schedule(replay) if isinstance(replay, int) else replay
         self.bounds: BatchBounds | None = None
@@ -133,14 +136,15 @@ class Asynchronous:
         )
         batch_W, updates_W = self._first_batches(job), np.zeros(len(workers), np.int64)
         if len(resumed.get("batches", ())) == len(workers):
-            batch_W, updates_W = np.array(resumed["batches"]), np.array(resumed["updates"], np.int64)
+            batch_W = np.clip(resumed["batches"], self.bounds.lower_W, self.bounds.upper_W)
+            updates_W = np.array(resumed["updates"], np.int64)
         method = self._method(job, state, batch_W, updates_W)
         if self.replay is None and job.simulation is not None and job.simulation.row_time is None:
             leaves = jax.tree.leaves((state.params, state.model_state))
             job.calibrate(job.session, Copies(leaves, workers.devices))
         rate = Rate(
             reference=self.reference or self._reference(job),
-            cap=None if self.faithful else self.rate_cap,
+            cap=self.rate_cap,
             by_batch=self.scale_rate,
             schedule=self.schedule,
             step=job.batch,
@@ -153,8 +157,9 @@ class Asynchronous:
             pool,
             rate,
             pause=self.pause,
-            replay=self._schedule(job),
+            replay=self.replay,
             remember=self._remember,
+            told=resumed.get("tally", {}),
             on_update=self.on_update,
         )
         history = History(
@@ -179,8 +184,8 @@ class Asynchronous:
     def _reference(self, job: Job) -> float:
         return float(job.batch)
 
-    def _remember(self, moment: Moment) -> None:
-        self._host = moment.host
+    def _remember(self, moment: Moment, tally: dict[str, Any]) -> None:
+        self._host = moment.host | {"tally": tally}
 
     def _resumed(self, state: State) -> dict[str, Any]:
         """What the host remembers of this state; nothing, if it belongs to another one."""
@@ -201,15 +206,6 @@ class Asynchronous:
         speed_W = np.ones(len(workers)) if job.simulation is None else job.simulation.trace(0)[0]
         return bounds.by_speed(speed_W, job.batch)
 
-    def _schedule(self, job: Job) -> Schedule | None:
-        """In a replay simulated speeds are those of the virtual clock."""
-        if self.replay is None or self.replay.speeds is not None or job.simulation is None:
-            return self.replay
-        speed_W, _ = job.simulation.trace(0)
-        row_time = job.simulation.row_time or self.replay.row_time
-        job.simulation.row_time = row_time
-        return replace(self.replay, speeds=tuple(speed_W.tolist()), row_time=row_time)
-
 
 class Hogbatch(Asynchronous):
     """Fixed batches, each finished gradient applied at once to one shared model.
@@ -221,12 +217,12 @@ class Hogbatch(Asynchronous):
     name = "hogbatch"
 
     def __init__(self, *, staleness_bound: int | None = None, **options: Any):
+        if self.name == "hogbatch" and options.get("faithful"):
+            options.setdefault("scale_rate", False)
         super().__init__(**options)
         if staleness_bound is not None and staleness_bound < 0:
             raise ValueError(f"staleness_bound is {staleness_bound}: expected 0 or more, or None for no bound.")
         self.staleness_bound = staleness_bound
-        if self.faithful and self.name == "hogbatch":
-            self.scale_rate = False
 
     def _method(self, job: Job, state: State, batch_W: np.ndarray, updates_W: np.ndarray) -> Method:
         devices = job.workers.devices

@@ -19,7 +19,7 @@ from hetjax.run.clocks import Lap
 from hetjax.run.compiles import expected
 from hetjax.run.layout import Layout
 from hetjax.run.update import Core
-from hetjax.sync.hogbatch.method import Outcome
+from hetjax.sync.hogbatch.method import Outcome, Unreachable
 from hetjax.sync.hogbatch.shared_model import compile_updates, run_update
 from hetjax.sync.hogbatch.task import Task
 from hetjax.sync.protocol import Rule
@@ -84,7 +84,8 @@ class Merged:
         with expected():
             self._merge = program.lower(*arguments).compile()
         self._since_W: list[list[Range]] = [[] for _ in devices]  # computed since the last merge
-        self._spread()
+        self._replica_W = [self._core] * len(devices)  # each moves to its device when the worker reads it
+        self._read_W = list(self._replica_W)  # on the worker's own thread
 
     @property
     def batch_W(self) -> np.ndarray:
@@ -101,15 +102,18 @@ class Merged:
         return int(self.batch_W[worker])
 
     def read(self, task: Task) -> list[jax.Array]:
-        task.version = self.version
-        return jax.block_until_ready(jax.tree.leaves(self._replicas[task.worker][:2]))
+        task.version, device = self.version, self.devices[task.worker]
+        replica = self._read_W[task.worker] = jax.block_until_ready(
+            jax.device_put(self._replica_W[task.worker], device)
+        )
+        return jax.tree.leaves(replica[:2])
 
     def prepare(self, task: Task, lap: Lap) -> tuple[Core, jax.Array]:
-        program, replica = self._update[self.devices[task.worker]], self._replicas[task.worker]
+        program, replica = self._update[self.devices[task.worker]], self._read_W[task.worker]
         return jax.block_until_ready(run_update(program, replica, lap.parts, task.scale))
 
     def commit(self, task: Task, prepared: tuple[Core, jax.Array]) -> Outcome:
-        self._replicas[task.worker], tail = prepared
+        self._replica_W[task.worker], tail = prepared
         self._since_W[task.worker].append(task.span)
         self.updates_W[task.worker] += 1
         return Outcome(self.version, 0, tail)
@@ -117,7 +121,7 @@ class Merged:
     def lost(self, worker: int) -> Sequence[Range]:
         spans, self._since_W[worker] = self._since_W[worker], []
         self.updates_W[worker] -= len(spans)
-        self._replicas[worker] = jax.device_put(self._core, self.devices[worker])
+        self._replica_W[worker] = self._core
         return spans
 
     def joined(self, worker: int, taking_part_W: np.ndarray) -> None:
@@ -130,17 +134,20 @@ class Merged:
         here_W |= recent_W > 0
         weight_W = np.zeros(len(self.devices), np.float32)
         weight_W[here_W] = merge_weights(recent_W[here_W], self.exact_batch_W[here_W])
-        replicas = [jax.device_put(replica, self.home) for replica in self._replicas]
+        replicas = [self._at_home(worker) if recent else self._core for worker, recent in enumerate(recent_W)]
         self._core, self._velocity = self._merge(self._core, replicas, weight_W, self._velocity)
         self.exact_batch_W = moved_batches(self.exact_batch_W, recent_W, self.bounds, self.beta_W, here_W)
         self.version += 1
         done = [span for spans in self._since_W for span in spans]
         self._since_W = [[] for _ in self.devices]
-        self._spread()
+        self._replica_W = [self._core] * len(self.devices)
         return done
 
-    def _spread(self) -> None:
-        self._replicas = [jax.device_put(self._core, device) for device in self.devices]
+    def _at_home(self, worker: int) -> Core:
+        try:
+            return jax.block_until_ready(jax.device_put(self._replica_W[worker], self.home))
+        except Exception as error:
+            raise Unreachable(worker) from error
 
     def core(self) -> tuple[Core, Any]:
         return self._core, self._velocity

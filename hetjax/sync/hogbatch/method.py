@@ -15,6 +15,14 @@ from hetjax.run.update import Core
 from hetjax.sync.hogbatch.task import Task
 
 
+class Unreachable(Exception):
+    """What a worker has cannot be had from its device any more; the cause says why."""
+
+    def __init__(self, worker: int):
+        super().__init__(f"The replica of worker {worker} cannot be read.")
+        self.worker = worker
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a commit did."""
@@ -26,7 +34,10 @@ class Outcome:
 
 
 class Method(Protocol):
-    """All but `read` and `prepare` are called under the coordinator's lock."""
+    """All but `read` and `prepare` are called under the coordinator's lock, so they leave the worker's device alone.
+
+    The one exception is `rest`, which raises `Unreachable` for a worker whose device does not answer.
+    """
 
     @property
     def batch_W(self) -> np.ndarray: ...

@@ -74,8 +74,8 @@ class SharedModel:
         self._lock = threading.Lock()
 
     def receive(self, parts: Parts) -> Parts:
-        """A worker's sums on the home device: sent before the lock is taken."""
-        return jax.device_put(parts, self.home)
+        """A worker's sums on the home device: there, or known to be lost, before the lock is taken."""
+        return jax.block_until_ready(jax.device_put(parts, self.home))
 
     def apply(self, parts: Parts, scale: float) -> tuple[int, jax.Array]:
         """Add the update of these sums to the newest model; its version then, and the report of the update."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import OrderedDict
@@ -15,6 +16,7 @@ from hetjax.data.source import Batch, Source
 from hetjax.plan.ranges import Range
 from hetjax.run.engines import Rows
 
+log = logging.getLogger("hetjax")
 _AHEAD = 2  # blocks
 _Key = tuple[int, int]  # epoch, number of the block in it
 
@@ -54,11 +56,19 @@ class Stock:
 
     def _ask(self, key: _Key) -> Future[Batch]:
         if key not in self._blocks:
-            start = key[1] * self.block
-            stop = min(start + self.block, self.size)
-            self._blocks[key] = self._pool.submit(fetch_positions, self.source, self.order, key[0], start, stop)
+            self._blocks[key] = self._pool.submit(self._fetch, key)
         self._blocks.move_to_end(key)
         return self._blocks[key]
+
+    def _fetch(self, key: _Key) -> Batch:
+        """What cannot be read is tried once more: all workers would fail for it."""
+        start = key[1] * self.block
+        where = key[0], start, min(start + self.block, self.size)
+        try:
+            return fetch_positions(self.source, self.order, *where)
+        except Exception as error:
+            log.warning("Samples could not be read, trying again: %s: %s", type(error).__name__, error)
+            return fetch_positions(self.source, self.order, *where)
 
     def _after(self, key: _Key) -> _Key:
         epoch, number = key

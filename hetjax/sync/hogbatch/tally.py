@@ -3,84 +3,107 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from hetjax.history import Record
 from hetjax.run.layout import Layout, Report
-from hetjax.sync.hogbatch.task import Finished
+from hetjax.sync.hogbatch.task import Finished, Update
+
+
+class Sums:
+    """What is added up from updates, over the whole training or since the last record; goes on with `saved` sums."""
+
+    def __init__(self, workers: int, now: float, saved: Mapping[str, Any]):
+        whole = lambda name: np.array(saved.get(name, [0] * workers), np.int64)
+        self.updates_W, self.counts_W, self.rows_W = whole("updates"), whole("counts"), whole("rows")
+        self.busy_W = np.array(saved.get("busy", [0.0] * workers))
+        self.began = now - saved.get("seconds", 0.0)
+        self.staleness = Counter({int(k): n for k, n in saved.get("staleness", {}).items()})
+        self.loss, self.weight = saved.get("loss", 0.0), saved.get("weight", 0.0)
+        self.metrics = defaultdict[str, float](float, saved.get("metrics", {}))
+
+    def add(self, done: Update, report: Report) -> None:
+        for sum_W, more in ((self.updates_W, 1), (self.counts_W, done.span.count), (self.rows_W, done.rows)):
+            sum_W[done.worker] += more
+        self.busy_W[done.worker] += done.ended - done.began
+        self.staleness[done.staleness] += 1
+        if not report.nonfinite_W.any():
+            self.loss, self.weight = self.loss + report.loss_sum, self.weight + report.weight
+            for name, value in report.metric_sums.items():
+                self.metrics[name] += value
+
+    def histogram(self) -> dict[str, int]:
+        return {str(k): self.staleness[k] for k in sorted(self.staleness)}
+
+    def state_dict(self, now: float, under_way_W: np.ndarray) -> dict[str, Any]:
+        return {
+            "updates": self.updates_W.tolist(),
+            "counts": self.counts_W.tolist(),
+            "rows": self.rows_W.tolist(),
+            "busy": (self.busy_W + under_way_W).tolist(),
+            "seconds": now - self.began,
+            "staleness": self.histogram(),
+            "loss": self.loss,
+            "weight": self.weight,
+            "metrics": dict(self.metrics),
+        }
 
 
 class Tally:
     """Counts what every worker does. A record's times are the seconds a worker was busy between two records.
 
-    utilisation = seconds of local phases, those under way included / seconds of the run
+    utilisation = seconds of local phases, those under way included / seconds of the training
+    With `saved` a training goes on that was counted before, if by as many workers: the summary is of all of it, and the
+    first record is of the whole step that it was stopped in.
     """
 
-    def __init__(self, layout: Layout, batch_W: np.ndarray, began: float):
+    def __init__(self, layout: Layout, batch_W: np.ndarray, began: float, saved: Mapping[str, Any]):
         self.layout, self.workers, self.began = layout, len(batch_W), began
+        saved = saved if len(saved.get("batches", ())) == self.workers else {}
         self.batch_W = np.array(batch_W, np.int64)
-        self.busy_W, self.updates_W = np.zeros(self.workers), np.zeros(self.workers, np.int64)
-        self.counts_W, self.staleness = np.zeros(self.workers, np.int64), Counter[int]()
         self.samples, self.seen, self.now = 0, 0, began
-        self._since_W: tuple[float | None, ...] = (None,) * self.workers  # when the tasks now out were taken
-        self._busy_before_W = np.zeros(self.workers)
-        self._open()
-
-    def _open(self) -> None:
-        self._counts_W, self._rows_W = np.zeros(self.workers, np.int64), np.zeros(self.workers, np.int64)
-        self._updates_W, self._staleness = np.zeros(self.workers, np.int64), 0
-        self._loss, self._weight, self._metrics = 0.0, 0.0, defaultdict[str, float](float)
+        self.whole = Sums(self.workers, began, saved.get("whole", {}))
+        self._part = Sums(self.workers, began, saved.get("part", {}))
+        self._since_W: tuple[float | None, ...] = (None,) * self.workers  # when the tasks now out were started
         self._nonfinite: set[int] = set()
         self._changes: list[str] = []
-        self._began = self.now
 
     def add(self, news: Finished) -> None:
         done, report = news.update, Report.read(self.layout, np.asarray(news.tail), 1)
-        w, count = done.worker, done.span.count
         self.now, self.seen, self._since_W = done.applied, news.seen, news.since_W
-        self.samples += count
-        self.busy_W[w] += done.ended - done.began
-        self.staleness[done.staleness] += 1
-        for counted_W, more in (
-            (self.updates_W, 1), (self._updates_W, 1), (self.counts_W, count), (self._counts_W, count),
-            (self._rows_W, done.rows),
-        ):  # fmt: skip
-            counted_W[w] += more
-        self._staleness += done.staleness
+        self.samples += done.span.count
+        self.whole.add(done, report)
+        self._part.add(done, report)
         if report.nonfinite_W.any():
-            self._nonfinite.add(w)
-        else:
-            self._loss, self._weight = self._loss + report.loss_sum, self._weight + report.weight
-            for name, value in report.metric_sums.items():
-                self._metrics[name] += value
-        if done.batch != self.batch_W[w]:
-            self.batch_W[w] = done.batch
-            self._changes.append(f"worker {w} takes {done.batch}")
+            self._nonfinite.add(done.worker)
+        if done.batch != self.batch_W[done.worker]:
+            self.batch_W[done.worker] = done.batch
+            self._changes.append(f"worker {done.worker} takes {done.batch}")
 
     @property
     def unrecorded(self) -> bool:
-        """Whether there were updates since the last record."""
-        return bool(self._updates_W.any())
+        """Whether there were updates since the last record, and some of them now."""
+        return bool(self.samples and self._part.updates_W.any())
 
-    def _busy_now_W(self) -> np.ndarray:
-        return self.busy_W + [0.0 if at is None else max(0.0, self.now - at) for at in self._since_W]
+    def _under_way_W(self) -> np.ndarray:
+        return np.array([0.0 if at is None else max(0.0, self.now - at) for at in self._since_W])
 
     def record(self, step: int, epoch: int, save: bool) -> Record:
         """Everything since the last record."""
-        busy_W = self._busy_now_W()
-        updates = int(self._updates_W.sum())
-        share = lambda total: total / self._weight if self._weight else float("nan")
+        part, under_way_W = self._part, self._under_way_W()
+        share = lambda total: total / part.weight if part.weight else float("nan")
         made = Record(
             step=step,
             epoch=epoch,
-            loss=share(self._loss),
-            metrics={name: share(value) for name, value in self._metrics.items()},
-            counts_W=self._counts_W,
-            rows_W=self._rows_W,
-            times_W=np.maximum(busy_W - self._busy_before_W, 0.0),
-            step_time=self.now - self._began,
+            loss=share(part.loss),
+            metrics={name: share(value) for name, value in part.metrics.items()},
+            counts_W=part.counts_W,
+            rows_W=part.rows_W,
+            times_W=np.maximum(part.busy_W + under_way_W, 0.0),
+            step_time=self.now - part.began,
             seconds=self.now - self.began,
             samples=self.samples,
             changed=bool(self._changes),
@@ -88,22 +111,32 @@ class Tally:
             nonfinite=tuple(sorted(self._nonfinite)),
             save=save,
             more={
-                "updates": self._updates_W.tolist(),
+                "updates": part.updates_W.tolist(),
                 "batches": self.batch_W.tolist(),
-                "staleness": self._staleness / max(1, updates),
+                "staleness": sum(k * n for k, n in part.staleness.items()) / max(1, int(part.updates_W.sum())),
             },
         )
-        self._busy_before_W = busy_W
-        self._open()
+        self._part = Sums(self.workers, self.now, {"busy": -under_way_W})  # which are in this record
+        self._nonfinite, self._changes = set(), []
         return made
 
-    def summary(self) -> dict[str, Any]:
-        total, seconds = max(1, int(self.updates_W.sum())), self.now - self.began
+    def state_dict(self) -> dict[str, Any]:
+        under_way_W = self._under_way_W()
         return {
-            "updates": int(self.updates_W.sum()),
-            "update_share": (self.updates_W / total).tolist(),
-            "sample_share": (self.counts_W / max(1, self.samples)).tolist(),
-            "utilisation": (self._busy_now_W() / seconds).tolist() if seconds > 0 else [0.0] * self.workers,
-            "staleness": {str(k): self.staleness[k] for k in sorted(self.staleness)},
+            "batches": self.batch_W.tolist(),
+            "whole": self.whole.state_dict(self.now, under_way_W),
+            "part": self._part.state_dict(self.now, under_way_W),
+        }
+
+    def summary(self) -> dict[str, Any]:
+        whole, seconds = self.whole, self.now - self.whole.began
+        busy_W = whole.busy_W + self._under_way_W()
+        share = lambda sum_W: (sum_W / max(1, int(sum_W.sum()))).tolist()
+        return {
+            "updates": int(whole.updates_W.sum()),
+            "update_share": share(whole.updates_W),
+            "sample_share": share(whole.counts_W),
+            "utilisation": (busy_W / seconds).tolist() if seconds > 0 else [0.0] * self.workers,
+            "staleness": whole.histogram(),
             "batches": self.batch_W.tolist(),
         }

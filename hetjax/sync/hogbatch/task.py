@@ -21,6 +21,7 @@ class Task:
     scale: float  # of the learning rate
     taken: float  # on the coordinator's clock
     version: int  # of the model that its gradient is taken at
+    started: float | None = None  # when its rows were there
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Finished:
     update: Update
     tail: jax.Array  # its loss and metrics, as the reduce's report reads them
     seen: int  # samples learned from since the start of training
-    since_W: tuple[float | None, ...]  # when the tasks now out were taken
+    since_W: tuple[float | None, ...]  # when the tasks now out were started
     moment: Moment | None  # where it ends a step's worth of samples
 
 

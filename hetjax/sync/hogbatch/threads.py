@@ -72,7 +72,7 @@ class Threads:
         looked = time.monotonic()
         try:
             while True:
-                over = self.coordinator.over  # asked before the queue is found empty: no news can come after that
+                over = self.coordinator.over()  # asked before the queue is found empty: no news can come after that
                 try:
                     news = self.coordinator.news.get(timeout=0 if over else TICK)
                 except queue.Empty:
@@ -93,8 +93,9 @@ class Threads:
         finally:
             self.coordinator.abandon()
             self.pause.ended.set()
+            deadline = time.monotonic() + GRACE
             for thread in self._threads:
-                thread.join(TICK)
+                thread.join(max(0.0, deadline - time.monotonic()))
 
     def _work(self, worker: int) -> None:
         try:
@@ -115,21 +116,26 @@ class Threads:
         now = self.coordinator.clock()
         for task in self.coordinator.flying():
             if not self._threads[task.worker].is_alive():
-                self.coordinator.fail(task.worker, RuntimeError(f"The thread of worker {task.worker} died."))
-            elif now - task.taken > (patience := self._patience(task)):
-                self.coordinator.fail(
-                    task.worker,
-                    TimeoutError(
-                        f"Worker {task.worker} did not finish {task.span.count} samples within {patience:.3g} s. Its "
-                        "device may hang; raise wait_limit if its batches are really that long."
-                    ),
-                )
+                self.coordinator.fail(task.worker, RuntimeError(f"The thread of worker {task.worker} died."), task)
+            elif (late := self._too_long(task, now)) is not None:
+                self.coordinator.fail(task.worker, TimeoutError(late), task)
 
-    def _patience(self, task: Task) -> float:
-        known = self._slowest_W[task.worker]
-        if known == 0:
-            return self.wait_limit
-        return min(self.wait_limit, max(_LEAST_PATIENCE, _PATIENCE * known * task.span.count))
+    def _too_long(self, task: Task, now: float) -> str | None:
+        """What to say about a task that has taken too long. Rows that are slow to come are no fault of the worker."""
+        if (started := task.started) is None:
+            if now - task.taken <= self.wait_limit:
+                return None
+            return f"Worker {task.worker} got no rows within {self.wait_limit:.3g} s: the data source may hang."
+        usual = _PATIENCE * self._slowest_W[task.worker] * task.span.count or self.wait_limit
+        patience = min(self.wait_limit, max(_LEAST_PATIENCE, usual))
+        if now - started <= patience:
+            return None
+        return (
+            f"Worker {task.worker} did not finish {task.span.count} samples within {patience:.3g} s"
+            + (f", {_PATIENCE:.0f} times what it needed before" if patience < self.wait_limit else "")
+            + ". Its device may hang"
+            + ("." if patience < self.wait_limit else "; give the Trainer a longer wait_limit if that is usual.")
+        )
 
 
 __all__ = ["Abandoned", "Hold", "Pause", "Threads"]

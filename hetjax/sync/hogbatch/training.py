@@ -47,7 +47,10 @@ class Copies:
 
 
 class Training:
-    """Everything of one call of `fit`. `remember` is told what goes with a state before a hook sees that state."""
+    """Everything of one call of `fit`. `remember` is told what goes with a state before a hook sees that state.
+
+    `told`: what the tally of the training so far was, if this goes on with it.
+    """
 
     def __init__(
         self,
@@ -59,15 +62,16 @@ class Training:
         *,
         pause: Pause,
         replay: Schedule | None,
-        remember: Callable[[Moment], None],
+        remember: Callable[[Moment, dict[str, Any]], None],
+        told: dict[str, Any],
         on_update: Callable[[Update], None] | None,
     ):
         assert isinstance(job.session.engine, Chunked)
         self.job, self.engine, self.method = job, job.session.engine, method
-        self.pause, self.remember, self.on_update = pause, remember, on_update
+        self.pause, self.remember, self.told, self.on_update = pause, remember, told, on_update
         self.offset = state.step - job.sampler.whole_steps(state.cursor)  # 0 unless the batch size was another before
         self.start = state
-        self.virtual = None if replay is None else VirtualTime(replay, len(job.workers))
+        self.virtual = None if replay is None else VirtualTime(replay, len(job.workers), job.simulation)
         self.coordinator = Coordinator(
             pool,
             method,
@@ -88,7 +92,7 @@ class Training:
                 history.ideal_samples_per_s = simulation.ideal()
             job.tell(job.hooks, "begin", history)
             compiled = compiles()
-            tally = Tally(job.session.layout, self.method.batch_W, self.coordinator.clock())
+            tally = Tally(job.session.layout, self.method.batch_W, self.coordinator.clock(), self.told)
             ideal_s = 0.0
             with closing(self._news()) as stream:  # whatever is raised in here ends the workers at once
                 for news in stream:
@@ -100,10 +104,12 @@ class Training:
                         self.on_update(news.update)
                     if news.moment is not None:
                         ideal_s += self._record(tally, news, history)
-            if tally.unrecorded:  # stopped in between: for the history only, as a resumed run will come by here again
-                history.records.append(self._made(tally, 1 + self.coordinator.step_of(tally.seen)))
+            counted = tally.state_dict()
+            if tally.unrecorded:  # stopped in between: for the history only, a resumed run will record the whole step
+                history.records.append(self._made(tally, 1 + self.coordinator.step))
             history.recompiles_after_warmup = compiles() - compiled
-            rates_W = np.divide(tally.counts_W, tally.busy_W, out=np.zeros(tally.workers), where=tally.busy_W > 0)
+            whole = tally.whole
+            rates_W = np.divide(whole.counts_W, whole.busy_W, out=np.zeros(tally.workers), where=whole.busy_W > 0)
             if simulation is None:
                 history.ideal_samples_per_s = float(rates_W.sum()) or None
             elif ideal_s:
@@ -116,14 +122,14 @@ class Training:
         if self.coordinator.error is not None:
             raise self.coordinator.error
         last = self.coordinator.moment()
-        self.remember(last)
+        self.remember(last, counted)
         return last.state, history
 
     def _record(self, tally: Tally, news: Finished, history: History) -> float:
         """A step's worth of samples is done; the seconds it would have taken at best."""
         assert news.moment is not None
         job, record = self.job, self._made(tally, self.coordinator.step_of(tally.seen))
-        self.remember(news.moment)
+        self.remember(news.moment, tally.state_dict())
         history.records.append(record)
         job.check(record)
         for hook in job.hooks:
@@ -141,12 +147,13 @@ class Training:
         if isinstance(news, Back):
             log.warning("Worker %d has come back and takes part again.", news.worker)
         elif isinstance(news, Lost):
-            samples = sum(span.count for span in news.spans)
-            device, others = self.job.workers.devices[news.worker], int(self.coordinator.taking_part_W().sum())
+            samples, workers = sum(span.count for span in news.spans), self.job.workers
+            others = int(self.coordinator.taking_part_W().sum())
+            left = f"Its {samples} samples go to the others; {others} of {len(workers)} workers go on."
             log.warning(
-                "Worker %d (%s) failed: %s: %s Its %d samples go to the others; %d of %d workers go on.",
-                news.worker, device, type(news.error).__name__, _sentence(news.error), samples, others,
-                len(self.job.workers),
+                "Worker %d (%s) failed: %s: %s %s",
+                news.worker, workers.devices[news.worker], type(news.error).__name__, _sentence(news.error),
+                left if others else "No worker is left.",
             )  # fmt: skip
 
     # -- how a worker computes --
@@ -169,6 +176,7 @@ class Training:
         """The local phase of a task, on the calling thread; the model is read as late as can be, unless it was."""
         span = task.span
         rows = self.stock.rows(span)
+        task.started = self.coordinator.clock()
         chunks = self.engine.chunks(rows, span.epoch, task.worker, span.start, span.count, self.job.sampler.seed)
         leaves = self.method.read(task) if leaves is None else leaves
         return self.engine.phase(task.worker, chunks, leaves, leaves[-1])

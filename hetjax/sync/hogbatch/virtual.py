@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from hetjax.run.clocks import Lap
+from hetjax.run.simulate import Simulation, constant
 from hetjax.sync.hogbatch.coordinator import Coordinator
 from hetjax.sync.hogbatch.task import News, Task
 
@@ -31,16 +32,21 @@ class Schedule:
 class VirtualTime:
     """Lets the workers take turns by a virtual clock; a driver like `Threads`.
 
-    What a worker reads is fixed when it starts and what it found is applied when its time is up, as in a real run. Ties
+    Simulated speeds, with all their changes, are those of the virtual clock unless the schedule has its own. What a
+    worker reads is fixed when it starts and what it found is applied when its time is up, as in a real run. Ties
     go to who started first.
     """
 
-    def __init__(self, schedule: Schedule, workers: int):
+    def __init__(self, schedule: Schedule, workers: int, simulation: Simulation | None = None):
         given = len(schedule.speeds) if schedule.speeds is not None else workers
         if given != workers:
             raise ValueError(f"The schedule has speeds for {given} workers, but there are {workers}: give one each.")
         self.schedule, self.workers, self.now = schedule, workers, 0.0
-        self._speed_W = np.ones(workers) if schedule.speeds is None else np.asarray(schedule.speeds, np.float64)
+        own = Simulation(constant(schedule.speeds or [1.0] * workers, schedule.startup), schedule.row_time)
+        self._pace = own if simulation is None or schedule.speeds is not None else simulation
+        self._row_time = self._pace.row_time or schedule.row_time
+        if simulation is not None:
+            simulation.row_time = simulation.row_time or schedule.row_time  # which its ideal goes by
         self._rng = [np.random.default_rng([schedule.seed, worker]) for worker in range(workers)]
 
     def clock(self) -> float:
@@ -61,6 +67,7 @@ class VirtualTime:
                 coordinator.abandon()
             for worker in range(self.workers):
                 if (task := coordinator.try_take(worker)) is not None:
+                    task.started = task.taken
                     try:
                         due = self.now + self._seconds(worker, rows_of(task))
                         heapq.heappush(agenda, (due, started, task, read(task)))
@@ -72,7 +79,7 @@ class VirtualTime:
                     yield coordinator.news.get_nowait()
                 except queue.Empty:
                     break
-            if coordinator.over or not agenda:
+            if coordinator.over() or not agenda:
                 return
             self.now, _, task, leaves = heapq.heappop(agenda)
             try:
@@ -82,5 +89,6 @@ class VirtualTime:
                 coordinator.fail(task.worker, error)
 
     def _seconds(self, worker: int, rows: int) -> float:
-        mean = self.schedule.startup + rows * self.schedule.row_time / self._speed_W[worker]
+        speed_W, startup_W = self._pace.trace(self._pace.step)
+        mean = startup_W[worker] + rows * self._row_time / speed_W[worker]
         return float(mean * np.exp(self.schedule.noise * self._rng[worker].standard_normal()))
