@@ -1,6 +1,7 @@
 """One node of runs over two processes, as a program: node_process.py FOLDER. What it saw goes there."""
 
 import json
+import logging
 import sys
 import time
 from pathlib import Path
@@ -36,9 +37,11 @@ def made(sync, controller="equal", **options):
     return trainer, numbered(data), trainer.init(params)
 
 
-def run(sync, epochs=EPOCHS, hook=None, **options):
+def run(sync, epochs=EPOCHS, hook=None, poisoned=None, **options):
     """A whole run: what its records say, and the parameters at the end."""
     trainer, data, state = made(sync, **options)
+    if poisoned is not None:
+        data["y"][poisoned] = np.nan
     records = []
 
     def tell(record, state):
@@ -51,29 +54,67 @@ def run(sync, epochs=EPOCHS, hook=None, **options):
 
     with trainer:
         state, _ = trainer.fit(state, data, epochs=epochs, hooks=[tell])
+        tested = trainer.evaluate(state, data)["loss"]
         answer = flat(trainer.answer(state).params).tolist()
     journal = [entry._asdict() for entry in sync.reduce.journal]
-    return {"records": records, "answer": answer, "journal": journal, "cursor": state.cursor, "step": state.step}
+    found = {"records": records, "answer": answer, "journal": journal, "cursor": state.cursor, "step": state.step}
+    return found | {"tested": tested}
 
 
 def whole(folder):
     return run(Daso(between="equal", **OPTIONS))
 
 
-def stopped(folder):
+def stopped(folder, asked=5):
     """Node 1 asks for the end, which comes while an exchange is under way; both save, and go on in a new trainer."""
     trainer, data, state = made(Daso(between="equal", **OPTIONS))
     with trainer:
-        ask = lambda record, state: trainer.stop() if record.step == 5 and place.process == 1 else None
+        ask = lambda record, state: trainer.stop() if record.step == asked and place.process == 1 else None
         state, first = trainer.fit(state, data, epochs=EPOCHS, hooks=[ask])
-        checkpoint.save(folder / "saved", state, trainer)
+        checkpoint.save(folder / f"saved-{asked}", state, trainer)
     trainer, data, fresh = made(Daso(between="equal", **OPTIONS))
     with trainer:
-        found = checkpoint.restore_latest(folder / "saved", fresh, trainer)
+        found = checkpoint.restore_latest(folder / f"saved-{asked}", fresh, trainer)
         pending = "sent" in found.state.more
         state, second = trainer.fit(found.state, data, stop_at=EPOCHS * SAMPLES)
         answer = flat(trainer.answer(state).params).tolist()
     return {"after": found.state.step, "pending": pending, "answer": answer, "losses": first.losses + second.losses}
+
+
+def stopped_between(folder):
+    """The wish goes along with the first exchange of an epoch; the end comes two steps later."""
+    return stopped(folder, asked=6)
+
+
+def refused(folder):
+    """What both nodes are told before the first step."""
+    last = {device.process_index: device for device in jax.devices()}
+    told = []
+    for sync, options in (
+        (Daso(**OPTIONS), {"seed": place.process}),
+        (Daso(nodes=2), {}),
+        (Daso(), {"devices": list(last.values())}),
+        (Daso(), {"capacity": 1}),
+    ):
+        try:
+            run(sync, **options)
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def narrow(folder):
+    """Node 1 can take two samples a step, and would get four."""
+    return run(Daso(between="equal", warm_up=0), epochs=1, capacity=[8, 2][place.process])
+
+
+def poisoned(folder):
+    """A sample that is not finite, for one of the nodes."""
+    said, handler = [], logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("hetjax").addHandler(handler)
+    run(Daso(between="equal", warm_up=0), epochs=1, poisoned=0, on_nonfinite="skip")
+    return [text for text in said if "NaN" in text]
 
 
 def overlapping(folder):
@@ -107,7 +148,7 @@ def lost(folder):
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    for job in (whole, stopped, overlapping, paced, late, lost):
+    for job in (whole, stopped, stopped_between, refused, narrow, poisoned, overlapping, paced, late, lost):
         result = job(folder)
         (folder / f"{job.__name__}-{place.process}.json").write_text(json.dumps(result))
     other = folder / f"{lost.__name__}-{1 - place.process}.json"

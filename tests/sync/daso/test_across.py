@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -116,6 +117,36 @@ def test_a_wish_of_one_node_ends_both_and_they_go_on(seen):
         assert stopped["after"] == EPOCH + 1
         np.testing.assert_allclose(stopped["answer"], whole["answer"], rtol=1e-5)
         np.testing.assert_allclose(stopped["losses"], [r["loss"] for r in whole["records"]], rtol=1e-4)
+
+
+def test_a_run_that_was_stopped_between_exchanges_does_not_stop_again(seen):
+    for stopped, whole in zip(seen["stopped_between"], seen["whole"], strict=True):
+        assert not stopped["pending"]
+        assert stopped["after"] == EPOCH + 3
+        np.testing.assert_allclose(stopped["answer"], whole["answer"], rtol=1e-5)
+        np.testing.assert_allclose(stopped["losses"], [r["loss"] for r in whole["records"]], rtol=1e-4)
+
+
+def test_what_cannot_go_well_is_refused_on_both(seen):
+    for told in seen["refused"]:
+        seed, nodes, carrier, capacity = told
+        assert "Process 1 differs from process 0 in its seed: 1 instead of 0" in seed
+        assert "nodes=2 divides the workers of one process, and here are 2 processes" in nodes
+        assert "in process 0, 1 it is a worker too" in carrier
+        assert "The nodes can take 3 samples a step in all (capacities [2, 1]), but batch_size is 8" in capacity
+
+
+def test_no_node_gets_more_than_it_can_take(seen):
+    first, second = ([sum(record["counts"]) for record in node["records"]] for node in seen["narrow"])
+    assert second == [2] * EPOCH
+    assert first == [6] * (EPOCH - 1) + [2]
+    assert seen["narrow"][0]["tested"] == pytest.approx(seen["narrow"][1]["tested"])
+
+
+def test_a_node_that_is_not_finite_is_named(seen):
+    (said,) = (text for told in seen["poisoned"] for text in told)
+    node = next(j for j, told in enumerate(seen["poisoned"]) if told)
+    assert re.search(rf"loss or gradient of worker \d of node {node} was NaN or infinite", said)
 
 
 def test_a_late_node_is_waited_for(seen):
