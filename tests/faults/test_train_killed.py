@@ -38,3 +38,28 @@ def test_train_goes_on_after_a_kill(place):
     assert found.samples_S[-1] == 14 * 1438
     assert json.loads((folder / "summary.json").read_text())["steps"] == 14 * 15
     assert any("goes on after step" in line for _, line in run.out)
+
+
+@pytest.mark.parametrize("way", ["--restart", "--elastic"])
+def test_nodes_that_agree_seldom_go_on_after_a_kill(way, place):
+    """A node is killed among exchanges; with both again, or alone, the run ends about where it would have ended."""
+    seed, epochs = 31, 20
+    rng = np.random.default_rng(seed)
+    print(f"seed {seed}")
+    flags = ["--model", "mlp", "--width", "8", "--optimizer", "sgd", "--learning-rate", "0.02", "--batch-size", "100"]
+    flags += ["--sync", "daso", "--controller", "equal", "--epochs", str(epochs)]
+    whole, folder = place.folder / "whole", place.folder / "run"
+    run = Run(
+        place, folder / "metrics.jsonl",
+        "--processes", 2, way, "--grace", 1, "--", TRAIN, *flags, "--save-steps", 7, "--out", folder,
+    )  # fmt: skip
+    run.wait_for_rows(int(rng.integers(5 * 15, 8 * 15)))  # past the epochs in which all agree in every step
+    assert run.strike(1, signal.SIGKILL) < DETECTED
+    until(lambda: run.heard("starts again") == 1, "a new start")
+    assert train.main([*flags, "--devices", "2", "--speeds", "real", "--out", str(whole)]) == 0
+    assert run.end() == 0, run.said
+    assert any("goes on after step" in line for _, line in run.out)
+    there, here = (json.loads((each / "summary.json").read_text()) for each in (folder, whole))
+    assert (there["steps"], there["samples"], there["workers"]) == (epochs * 15, epochs * 1438, 1)
+    assert there["test_loss"] == pytest.approx(here["test_loss"], rel=0.15)
+    assert abs(there["test_accuracy"] - here["test_accuracy"]) < 0.05

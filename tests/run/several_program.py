@@ -1,11 +1,13 @@
 """The core over the processes of the launcher: several_program.py DEVICES FOLDER [MISTAKE].
 
 Random plans (the same in all processes) with each engine; every process writes what it saw and which samples it read.
-MISTAKE: 'plan', process 1 plans step 3 otherwise; 'start', it starts from other parameters.
+MISTAKE: 'plan', process 1 plans step 3 otherwise; 'start', it starts from other parameters; 'optimiser', with another
+momentum; 'end', it wants to train for longer.
 """
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ STEPS, SEED = 14, 11
 
 def runs(devices, mistake=None, process=0):
     """Losses and the final parameters of each engine, and the samples that were read."""
+    import jax
     from problems import RandomPlans
     from tiny_problem import trainer_for
 
@@ -37,9 +40,11 @@ def runs(devices, mistake=None, process=0):
         )  # fmt: skip
         if mistake == "start" and process == 1:
             state = trainer.init({name: value + 1 for name, value in state.params.items()})
-        read = Reads(source)
+        if mistake == "optimiser" and process == 1:
+            state = replace(state, opt_state=jax.tree.map(lambda x: x + 1, state.opt_state))
+        read, steps = Reads(source), STEPS + (mistake == "end" and process == 1)
         with trainer:
-            state, history = trainer.fit(state, read, steps=STEPS)
+            state, history = trainer.fit(state, read, steps=steps)
             tested = trainer.evaluate(state, source)
         params = {name: np.asarray(value).tolist() for name, value in state.params.items()}
         counts = history.counts[:, list(trainer.workers.local)].sum(axis=1).tolist()

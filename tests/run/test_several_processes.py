@@ -58,6 +58,8 @@ def _samples(steps):
     [
         ("plan", "used another plan than this process in step"),
         ("start", "Process 1 differs from process 0 in its parameters"),
+        ("optimiser", "Process 1 differs from process 0 in its state of the optimiser"),
+        ("end", "Process 1 differs from process 0 in its end of training: 2250 instead of 2100"),
     ],
 )
 def test_processes_that_disagree_are_told_and_do_not_hang(tmp_path, mistake, sentence):
