@@ -62,6 +62,7 @@ def shared_blocks(make: Callable[[], Blocks | None]) -> Blocks | None:
 
     All processes have to call this; only the first calls `make`.
     """
+    gather(None)  # they meet first: connected ones wait for `wait_limit`, but to connect only half a minute
     told = None
     if jax.process_index() == 0 and (made := make()) is not None:
         arrays = (made.owner_D, made.classes_D, made.rates_W)
