@@ -118,6 +118,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_nothing_had_happened(tmp_path, who
     [
         (["--sync", "hogbatch", "--controller", "dbs"], "nothing to plan"),
         (["--mega-batch", "512"], "'mega_batch' is an option of the sync adaptive-sgd"),
+        (["--dead-zone", "2"], "'dead_zone' is an option of the sync adaptive-hogbatch"),
         (["--sync", "daso", "--between", "steps"], "--between steps says nothing where there is one process"),
         (["--controller", "oracle"], "true cost of every step"),
         (["--controller", "nonsense"], "There is no controller 'nonsense'"),

@@ -131,15 +131,19 @@ def test_a_dead_device_is_left_alone(dies, monkeypatch, caplog):
     assert "2 of 3 workers go on" in caplog.text
 
 
-def test_a_merge_that_fails_ends_the_run_with_its_error(monkeypatch):
+def test_a_merge_that_fails_ends_the_run_with_its_error(monkeypatch, caplog):
+    failed = []
+
     def rest(self, taking_part_W, *, dry):
-        if self.pending >= self.quota:
+        if failed or self.pending >= self.quota:
+            failed.append(True)
             raise MemoryError("no room to merge")
         return ()
 
     monkeypatch.setattr(Merged, "rest", rest)
     with pytest.raises(MemoryError, match="no room"):
         fit(AdaptiveSgd, lambda worker, phase: None, mega_batch=32)
+    assert "Worker" not in caplog.text  # it is the fault of none
 
 
 def test_rows_that_come_late_are_no_fault_of_the_worker(monkeypatch, caplog):

@@ -134,7 +134,7 @@ class Merged:
         here_W |= recent_W > 0
         weight_W = np.zeros(len(self.devices), np.float32)
         weight_W[here_W] = merge_weights(recent_W[here_W], self.exact_batch_W[here_W])
-        replicas = [self._at_home(worker) if recent else self._core for worker, recent in enumerate(recent_W)]
+        replicas = [self._at_home(worker) for worker in range(len(self.devices))]
         self._core, self._velocity = self._merge(self._core, replicas, weight_W, self._velocity)
         self.exact_batch_W = moved_batches(self.exact_batch_W, recent_W, self.bounds, self.beta_W, here_W)
         self.version += 1
