@@ -53,7 +53,7 @@ class Balanced(Frame):
         quiet: int = 256,
         rest: int = 16,
         urgent: float = 0.4,
-        polish: tuple[int, ...] = (24, 128),
+        polish: tuple[int, ...] = (24, 72),
         hasty: tuple[int, ...] = (2, 4, 8),
         retry: float = 200.0,
     ) -> None:
