@@ -140,9 +140,9 @@ def test_the_library_examples_run(tmp_path, monkeypatch, capsys):
     names = {}
     exec(compile(first, "README.md", "exec"), names)
     assert "'samples_per_s'" in capsys.readouterr().out
-    for _ in range(2):
+    exec(compile(second, "README.md", "exec"), names)
+    with pytest.raises(ValueError, match="Nothing left to train"):  # again: the last checkpoint is of the end
         exec(compile(second, "README.md", "exec"), names)
-    assert names["found"].state.cursor == 10 * 4096
 
 
 def test_the_table_names_the_strategies_that_there_are():
