@@ -118,6 +118,7 @@ def test_the_commands_for_clusters():
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("pip")])
+@pytest.mark.slow
 def test_the_package_can_be_installed(command):
     code, told = run(sys.executable, "-m", *shlex.split(command), "--dry-run", "--no-deps", cwd=ROOT)
     if code and "No matching distribution found for setuptools" in told:
@@ -126,6 +127,7 @@ def test_the_package_can_be_installed(command):
     assert "does not provide the extra" not in told
 
 
+@pytest.mark.slow
 def test_pytest_finds_this_test():
     assert "pytest" in COMMANDS
     code, told = run(sys.executable, "-m", "pytest", "--collect-only", Path(__file__), cwd=ROOT)

@@ -159,7 +159,7 @@ class CostModel:
     def _event(self, r_N: np.ndarray, limit: float) -> float:
         """How far most of the workers were off to the same side, if that is outside the noise; else 0."""
         number, most = len(r_N), len(r_N) // 2 + 1
-        r_N = np.sort(r_N)
+        r_N = np.sort(r_N, kind="stable")
         least, highest = float(r_N[number - most]), float(r_N[most - 1])
         return least if least > limit else highest if highest < -limit else 0.0
 

@@ -11,6 +11,7 @@ SAMPLES = 1438  # of digits
 
 
 @pytest.mark.parametrize("flags", [[], ["--faithful"]])
+@pytest.mark.slow
 def test_one_process(flags, tmp_path):
     """With the optimiser that is the default, whose state is no parameters."""
     tiny = ["--model", "mlp", "--width", "8", "--batch-size", "500", "--devices", "2", "--epochs", "5"]

@@ -164,6 +164,7 @@ def test_alive_but_without_a_step_is_found_too(place):
     assert "finished no step for 1 s; its last one was step 5" in err
 
 
+@pytest.mark.slow
 def test_a_long_compile_or_test_is_no_hang(place):
     program = place.program(f"{BEAT}time.sleep(2.5); beat.begin(None); beat.end(None); time.sleep(1.5)")
     assert place.run("--silent-limit", 2, "--step-limit", 1, "--", program)[0] == 0
@@ -194,6 +195,7 @@ def test_where_resume_was_added_it_is_said_since_when_the_run_is_new(place):
     assert "[0] True" not in place.run("--restart", "--", program, "--resume")[1]
 
 
+@pytest.mark.slow
 def test_it_gives_up_at_last(place):
     code, _, err = place.run("--restart", 2, "--", place.program("if me == 0: sys.exit(9)\ntime.sleep(100)"))
     assert code == 9

@@ -177,6 +177,7 @@ def test_open_mpi_for_real():
     assert "1 2 ompi 3.0 2" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_failing_process_ends_with_its_own_exit_code_and_the_other_does_not_hang():
     began = time.monotonic()
     codes, told = together(*told_to(FAILS=1))

@@ -27,7 +27,7 @@ BATCH = 24
 MODELS = ("mlp", "cnn", "transformer")
 ENGINES = ("chunked", "looped", "masked")
 WORKERS = (1, 2, 3, 4, 8)
-QUICK = {"mlp": WORKERS, "cnn": (3, 8), "transformer": (2, 4)}
+QUICK = {"mlp": WORKERS, "cnn": (3,), "transformer": (4,)}
 GRID = [
     pytest.param(model, workers, marks=[] if workers in QUICK[model] else pytest.mark.slow)
     for model in MODELS
@@ -141,9 +141,9 @@ def check_idle_rubbish(made):
     assert np.isfinite(report.loss)
 
 
-@pytest.mark.parametrize("transport", ["psum", "hub"])
+@pytest.mark.parametrize("transport", ["psum", pytest.param("hub", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["mlp", "cnn", pytest.param("transformer", marks=pytest.mark.slow)])
 def test_five_steps_of_momentum_equal_one_device(model, engine, transport):
     made = problem(model, seed=5)
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9))
@@ -160,7 +160,7 @@ def test_five_steps_of_momentum_equal_one_device(model, engine, transport):
     np.testing.assert_allclose(history.losses, losses, rtol=1e-5)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", [pytest.param("chunked", marks=pytest.mark.slow), "looped", "masked"])
 def test_five_steps_of_adam_in_float64(engine, float64):
     made = problem("transformer", seed=6, dtype=np.float64)
     params, _ = reference_run(made, optax.adam(1e-2), BATCH, steps=5)

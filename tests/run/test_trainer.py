@@ -229,6 +229,7 @@ def test_the_plan_of_a_step_uses_the_timings_up_to_two_steps_before():
     assert calls == ["plan", "plan", 0, "plan", 1, "plan", 2, "plan", 3, 4]
 
 
+@pytest.mark.slow
 def test_padding_is_charged_and_masked_shows_no_gain():
     """With simulated speeds the rows computed count: a buffer that is always computed whole cannot be balanced."""
     made = problem("mlp", samples=400)

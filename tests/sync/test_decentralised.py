@@ -284,6 +284,7 @@ def test_on_another_number_of_workers_all_start_from_the_answer():
 # -- in the trainer --
 
 
+@pytest.mark.slow
 def test_a_model_learns_and_is_tested_by_its_mean():
     made = problem("mlp", samples=200)
     with Trainer(

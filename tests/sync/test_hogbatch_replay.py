@@ -105,6 +105,7 @@ def test_it_converges_on_a_quadratic(kind):
 
 
 @pytest.mark.parametrize("kind", FAMILY)
+@pytest.mark.slow
 def test_it_learns_the_digits(kind):
     task = make_task("digits", "mlp", hidden=(24,), dropout=0.0)
     options = {"mega_batch": 256} if kind is AdaptiveSgd else {}

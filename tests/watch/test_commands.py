@@ -7,6 +7,7 @@ from fake_run import write_fake_run
 from hetjax.__main__ import main
 
 
+@pytest.mark.slow
 def test_check_says_what_there_is_and_that_it_agrees(capsys):
     assert main(["check", "--devices", "2"]) == 0
     told = capsys.readouterr().out
