@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from fake_run import write_fake_run
 
 from hetjax.__main__ import main
