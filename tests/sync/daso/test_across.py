@@ -18,7 +18,7 @@ from hetjax import Trainer
 from hetjax.launch.meeting_point import free_port
 from hetjax.sync.daso import Daso
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("across")]  # one set of runs serves all
 
 PROGRAM = Path(__file__).with_name("node_process.py")
 ROOT = Path(__file__).parents[3]
