@@ -6,7 +6,7 @@ Two workers whose simulated speeds are 1:4, 1:16 and 1:64 train a small MLP on t
 non-zero features: synchronous with equal counts, synchronous and balanced, hogbatch, adaptive-hogbatch, adaptive-sgd.
 All see the same samples in the same order with the same learning rate. Told are the utilisation of the less busy
 worker, updates and their share per worker, and the seconds and samples until the loss over the whole training set is
-below a target (medians of the seeds). The evaluation runs beside the training and is not charged. Some ten minutes.
+below a target (medians of the seeds). The evaluation runs beside the training and is not charged. Some 15 minutes.
 
 A balanced run first takes two steps of equal counts, to time them. They are taken before and not charged, as in a
 longer training they would not count. Equal counts are the same training as balanced ones, only slower (tests of hetjax
@@ -42,6 +42,7 @@ SYNCS = ("equal", "balanced", "hogbatch", "adaptive-hogbatch", "adaptive-sgd")
 RATIOS = ("1:4", "1:16", "1:64")
 BATCH, SMALLEST, LARGEST = 256, 16, 256
 PHASE = 0.12  # seconds of the shortest phase: some 60 times what lies between two phases
+LEAST_PHASES = 80  # of the shortest kind: a run goes on for so long, that its start and end do not count for much
 EQUAL_STEPS = 4
 MOST_SAMPLES = 40_000  # a run that is not there by then has failed
 
@@ -64,7 +65,7 @@ class ToTarget:
         loss = float(self.loss(jax.device_put(state.params, self.spare)))
         if self.seconds is None and loss <= self.problem.target:
             self.seconds, self.samples = record.seconds, record.samples
-        if self.seconds is not None and record.samples >= self.least:
+        if self.seconds is not None and record.samples >= self.least and record.seconds >= LEAST_PHASES * PHASE:
             self.trainer.stop()
 
 
