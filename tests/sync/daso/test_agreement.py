@@ -81,7 +81,7 @@ def test_model_state_moving_average_and_optimiser_go_along():
 @pytest.mark.parametrize(
     ("options", "skip", "expected", "within"),
     [
-        ({"overlap": False}, 8, 0.8878, 0.004),
+        ({"overlap": False}, 8, 0.8878, 1e-3),
         ({"blend": "delta"}, 4, 0.8878, 0.012),  # exchanges are within a round here, and come a step late
         ({"blend": "paper"}, 4, 0.95, 0.012),  # takes back two thirds of steps 1 and 5 of a round: of nodes 0 and 1
     ],
@@ -95,10 +95,9 @@ def test_unequal_steps_and_unequal_data_meet_at_the_right_place(options, skip, e
     a = 1 - 0.99**made
     assert round(float(a @ centre / a.sum()), 4) == 0.8878
     assert round(float((a * made) @ centre / (a @ made)), 3) == 0.417
-    near = np.array([expected - 0.01])
-    nodes = Driven(near, optax.sgd(0.01), samples=4000, warm_up=0, cool_down=0, wire="full", **options)
+    nodes = Driven(np.array([0.88]), optax.sgd(0.01), samples=4000, warm_up=0, cool_down=0, wire="full", **options)
     nodes.sync.schedule.skip = skip
-    for step in range(401):
+    for step in range(641):
         active = (step % 8 + 1) * made // 8 > step % 8 * made // 8
         nodes.step([(x - c, 1) if on else (0 * x, 0) for x, c, on in zip(nodes.x, centre, active, strict=True)])
     assert np.mean(nodes.x) == pytest.approx(expected, abs=within)
