@@ -13,6 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
+from hetjax.watch.colours import worker_colour
+
 DARK, BLUE, RED = "#333333", "#0072B2", "#B00020"
 _POINTS = 800  # more cannot be told apart on the page
 THOUSANDS = FuncFormatter(lambda value, _: f"{value:,.10g}")
@@ -75,3 +77,16 @@ def window_sums(values_SxK: np.ndarray) -> np.ndarray:
 def thinned(length: int) -> np.ndarray:
     """Indices of all points, or of evenly spread ones of many; the first and the last are always there."""
     return np.unique(np.linspace(0, length - 1, min(_POINTS, length)).astype(int))
+
+
+def name_beside(axes: Axes, worker: int, value: str, y: float) -> None:
+    """The worker and a value in its colour, right of the axes at the height y."""
+    axes.annotate(
+        f" {worker}: {value}",
+        (1, y),
+        xycoords=("axes fraction", "data"),
+        va="center",
+        color=worker_colour(worker),
+        fontweight="bold",
+        annotation_clip=False,
+    )

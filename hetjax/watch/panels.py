@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
 from hetjax.watch.colours import worker_colour
-from hetjax.watch.drawing import BLUE, DARK, THOUSANDS, curve, thinned, window_sums
+from hetjax.watch.drawing import BLUE, DARK, THOUSANDS, curve, name_beside, thinned, window_sums
 from hetjax.watch.run_folder import Run
 
 
@@ -36,15 +36,7 @@ def _last_counts(axes: Axes, counts_W: np.ndarray) -> None:
     high_W = counts_W > 0.05 * max(1, counts_W.sum())
     for worker in range(len(counts_W)):
         if high_W[worker]:
-            axes.annotate(
-                f" {worker}: {counts_W[worker]:.0f}",
-                (1, float(middle_W[worker])),
-                xycoords=("axes fraction", "data"),
-                va="center",
-                color=worker_colour(worker),
-                fontweight="bold",
-                annotation_clip=False,
-            )
+            name_beside(axes, worker, f"{counts_W[worker]:.0f}", float(middle_W[worker]))
 
 
 def efficiency_panel(axes: Axes, run: Run) -> None:

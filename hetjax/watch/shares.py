@@ -8,7 +8,7 @@ from matplotlib.figure import SubFigure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from hetjax.watch.colours import worker_colour
-from hetjax.watch.drawing import BLUE, DARK, THOUSANDS, thinned, window_sums
+from hetjax.watch.drawing import BLUE, DARK, THOUSANDS, name_beside, thinned, window_sums
 from hetjax.watch.run_folder import Run
 
 
@@ -30,15 +30,7 @@ def batches_panel(axes: Axes, run: Run) -> None:
     last_W = run.batches_SxW[-1]
     for worker in range(run.workers):
         if np.isfinite(last_W[worker]) and last_W[worker] not in last_W[:worker]:  # like ones would overlap
-            axes.annotate(
-                f" {worker}: {last_W[worker]:.0f}",
-                (1, float(last_W[worker])),
-                xycoords=("axes fraction", "data"),
-                va="center",
-                color=worker_colour(worker),
-                fontweight="bold",
-                annotation_clip=False,
-            )
+            name_beside(axes, worker, f"{last_W[worker]:.0f}", float(last_W[worker]))
     axes.set(xlabel="step", ylabel="samples", ylim=(0, None), xlim=(run.step_S[0] - 1, run.step_S[-1]))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
@@ -77,15 +69,7 @@ def updates_panel(axes: Axes, run: Run) -> None:
         below = layers[:, worker]
     middle_W = np.cumsum(whole_W) - whole_W / 2
     for worker in np.flatnonzero(whole_W > 0.06).tolist():
-        axes.annotate(
-            f" {worker}: {whole_W[worker]:.0%}",
-            (1, float(middle_W[worker])),
-            xycoords=("axes fraction", "data"),
-            va="center",
-            color=worker_colour(worker),
-            fontweight="bold",
-            annotation_clip=False,
-        )
+        name_beside(axes, worker, f"{whole_W[worker]:.0%}", float(middle_W[worker]))
     axes.set(xlabel="step", ylim=(0, 1), xlim=(run.step_S[0], max(run.step_S[-1], run.step_S[0] + 1)))
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
