@@ -1,10 +1,16 @@
-"""Do the threads of hogbatch run in parallel? Two equal workers against one, with simulated and with real speeds."""
+"""Do the threads of hogbatch run in parallel? Two equal workers against one, with simulated and with real speeds.
+
+Real ones share XLA's CPU runtime, in which two programs at a time are not twice as fast as one even without hetjax: what
+two bare threads reach with the same gradient is measured beside them.
+"""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -17,40 +23,75 @@ from hetjax.data import MemorySource
 from hetjax.run.simulate import constant
 from hetjax.sync import Hogbatch
 
-
-def speed_up(simulated: bool) -> float:
-    """Samples per second of two equal workers over one's. With real speeds every worker has a core."""
-    rates = [throughput(workers, True) if simulated else own_process(workers) for workers in (1, 2)]
-    return rates[1] / rates[0]
+WAYS = ("hogbatch", "bare")
 
 
-def throughput(workers: int, simulated: bool) -> float:
-    """Of hogbatch with equal workers, in phases of 0.2 s (simulated) or 0.04 s, beside which an update is short."""
-    rng, widths = np.random.default_rng(0), (64, 32, 10) if simulated else (256, 256, 256, 10)
-    batch, size = (512, 4096) if simulated else (4096, 32768)
-    rows = {"x": rng.normal(size=(size, widths[0])).astype(np.float32), "y": rng.integers(0, 10, size).astype(np.int32)}
-    speeds = Simulation(constant([1.0] * workers), row_time=4e-4) if simulated else None
+def simulated_speed_up() -> float:
+    """Samples per second of two equal workers over one's, in phases of 0.2 s."""
+    problem, speeds = made((64, 32, 10), 4096), lambda workers: Simulation(constant([1.0] * workers), row_time=4e-4)
+    one, two = (hogbatch(workers, problem, 512, workers, speeds(workers)) for workers in (1, 2))
+    return two / one
+
+
+def real_speed_up(repeats: int = 5) -> dict[str, float]:
+    """The same where every worker has a core: medians of runs in turn. NaN if there are no two cores."""
+    if len(os.sched_getaffinity(0)) < 2:
+        return dict.fromkeys(WAYS, float("nan"))
+    ratios = [{way: own_process(way, 2) / own_process(way, 1) for way in WAYS} for _ in range(repeats)]
+    return {way: float(np.median([ratio[way] for ratio in ratios])) for way in WAYS}
+
+
+def own_process(way: str, workers: int) -> float:
+    """Samples per second on as many cores as there are workers: otherwise XLA gives one worker all of them."""
+    cores = sorted(os.sched_getaffinity(0))[:workers]
+    pinned = f"import os; os.sched_setaffinity(0, {cores}); import async_speed_up as here"
+    command = [sys.executable, "-c", f"{pinned}; print(here.real({way!r}, {workers}))"]
+    env = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={workers}"}
+    folder = Path(__file__).resolve().parent
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=True)
+    return float(done.stdout.split()[-1])
+
+
+def real(way: str, workers: int) -> float:
+    """Phases of some 0.04 s, beside which an update is short."""
+    problem, batch = made((256, 256, 256, 10), 32768), 4096
+    if way == "bare":
+        return bare(workers, problem, batch, calls=100)
+    return hogbatch(workers, problem, batch, 12 * workers)
+
+
+def made(widths: tuple[int, ...], size: int) -> Problem:
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(size, widths[0])), rng.integers(0, widths[-1], size)
+    return Problem({"x": x.astype(np.float32), "y": y.astype(np.int32)}, widths, rate=0.01, target=0.0)
+
+
+def hogbatch(workers: int, problem: Problem, batch: int, epochs: int, speeds: Simulation | None = None) -> float:
     with Trainer(
         loss_fn,
-        optax.sgd(0.01),
+        optax.sgd(problem.rate),
         batch_size=batch,
         devices=jax.devices()[:workers],
         speeds=speeds,
         sync=Hogbatch(batches=batch, smallest=batch),
     ) as trainer:
-        state = trainer.init(Problem(rows, widths, 0.01, 0.0).params(0))
-        _, history = trainer.fit(state, MemorySource(rows), epochs=workers * (1 if simulated else 12))
+        _, history = trainer.fit(trainer.init(problem.params(0)), MemorySource(problem.rows), epochs=epochs)
     return history.samples_per_s(skip=workers)
 
 
-def own_process(workers: int) -> float:
-    """The throughput on as many cores as there are workers: otherwise XLA gives one worker all of them."""
-    cores = sorted(os.sched_getaffinity(0))[:workers]
-    if len(cores) < workers:
-        return float("nan")
-    pinned = f"import os; os.sched_setaffinity(0, {cores}); import async_speed_up as here"
-    command = [sys.executable, "-c", f"{pinned}; print(here.throughput({workers}, False))"]
-    env = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={workers}"}
-    folder = Path(__file__).resolve().parent
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=True)
-    return float(done.stdout.split()[-1])
+def bare(workers: int, problem: Problem, batch: int, calls: int) -> float:
+    """Nothing but the gradient of one batch again and again, on a thread per device."""
+    gradient = jax.jit(jax.grad(lambda params, rows: loss_fn(params, rows, None).mean()))
+    first = {name: values[:batch] for name, values in problem.rows.items()}
+    placed = [jax.device_put((problem.params(0), first), device) for device in jax.devices()[:workers]]
+    for arguments in placed:
+        jax.block_until_ready(gradient(*arguments))
+
+    def again(arguments: tuple) -> None:
+        for _ in range(calls):
+            jax.block_until_ready(gradient(*arguments))
+
+    with ThreadPoolExecutor(workers) as threads:
+        began = time.perf_counter()
+        list(threads.map(again, placed))
+        return workers * calls * batch / (time.perf_counter() - began)

@@ -4,6 +4,7 @@
 
 work_tax       time of the auto engine at n rows / time of a plain jitted gradient at batch n: geometric mean over 12
                log-spaced n between capacity / 16 and capacity (--quick: every third one); masked and looped beside it
+               (--quick: for mlp only)
 even_overhead  a hetjax step with equal counts / a hand-written jitted data-parallel step, same model, same fake devices
 plan_us        the balanced controller's time per step (observe and plan) at 8 and at 1,024 workers
 recompiles     programs compiled while counts change over 100 random plans
@@ -153,10 +154,10 @@ def work_tax(name: str, quick: bool) -> tuple[float, dict[str, Any]]:
     workers = Workers.of(jax.devices()[:1])
     clocks = Clocks(workers)
     engines = {"auto": engine_for(made, "chunked", workers, clocks)}
-    if name != "cnn" or not quick:  # convolutions inside a loop are very slow on CPU; the full run shows it
+    if name == "mlp" or not quick:  # the largest programs of all, so the longest to compile
         micro = made.capacity // 16
         engines["looped"] = engine_for(made, "looped", workers, clocks, capacity=made.capacity, micro=micro)
-    engines["masked"] = engine_for(made, "masked", workers, clocks, capacity=made.capacity)
+        engines["masked"] = engine_for(made, "masked", workers, clocks, capacity=made.capacity)
     auto = engines["auto"][0]
     rows, ratios = [], {engine: [] for engine in engines}
     for place, n in enumerate(odd_sizes(made.capacity)[2::3] if quick else odd_sizes(made.capacity)):
@@ -170,7 +171,7 @@ def work_tax(name: str, quick: bool) -> tuple[float, dict[str, Any]]:
             runs[engine_name] = lambda engine=engine, reduce=reduce, packed=packed: clocks.wait(
                 engine.start(reduce, packed)
             )
-        seconds = in_turns(runs, repeats=15 if quick else 41, seconds=0.3 if quick else 4.0)
+        seconds = in_turns(runs, repeats=25 if quick else 41, seconds=0.8 if quick else 4.0)
         for engine_name in set(engines) & set(runs):
             ratios[engine_name].append(seconds[engine_name] / seconds["plain"])
         chunks = [chunk.rung for chunk in auto.pack(Rows(made.data, 0), Step(0, 0, int(n)), counts, seed=0)[0]]
@@ -238,7 +239,7 @@ def even_overhead(quick: bool) -> tuple[float, dict[str, Any]]:
     index = jax.device_put(np.arange(len(workers), dtype=np.int32), workers.sharded)
     order = rng.permutation(len(data["label"]))
 
-    def run_by_hand() -> None:
+    def run_by_hand(steps: int = steps) -> None:
         loss = None
         for k in range(steps):
             chosen = order[(k % 8) * batch : (k % 8 + 1) * batch]
@@ -255,8 +256,7 @@ def even_overhead(quick: bool) -> tuple[float, dict[str, Any]]:
             inside.append(sum(record.step_time for record in history.records))
 
         by_hand_times, hetjax_times = [], []
-        run_by_hand()
-        run_hetjax()
+        run_by_hand(2)
         for _ in range(3 if quick else 15):
             began = time.perf_counter()
             run_by_hand()

@@ -53,7 +53,7 @@ def test_the_table_says_what_to_use(seconds, words):
 def test_a_short_bench_from_end_to_end(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench_async, "PHASE", 0.004)
     monkeypatch.setattr(bench_async, "digits", lambda: replace(easy, target=1.9))
-    monkeypatch.setattr(bench_async, "speed_up", lambda simulated: 2.0)
+    monkeypatch.setattr(bench_async, "simulated_speed_up", lambda: 2.0)
     easy = digits()
     bench_async.main(tmp_path / "found.json", quick=True)
     (ratio,) = found = json.loads((tmp_path / "found.json").read_text())

@@ -16,6 +16,9 @@ from hetjax.plan.logarithm import ln
 from hetjax.plan.rounding import allowed
 
 
+_LOOKS = (8, 32, 72)  # steps: the first look at the earliest and at the latest, and the second one
+
+
 class Balanced(Frame):
     """Counts n minimise max_i (startup_i + per_work_i stairs_i(n_i)) under the cost model of `CostModel`.
 
@@ -31,9 +34,10 @@ class Balanced(Frame):
     - The first timings are used at once.
     - For `rest` steps after a change (twice as many in much noise) only a gain above `urgent` counts, so that a plan
       is judged by several timings; unless the model has just found a jump or a change point.
-    - At the `polish` steps after that, or after the first plan, a gain above (min_gain + u) / 2 is enough: by then the
-      estimates are better than those that the counts in force were made from. Where there was one, also
-      at the `hasty` steps.
+    - Two looks after the first plan, and after every jump or change point, a gain above (min_gain + u) / 2 is enough,
+      as the estimates are better by then than those that the counts in force were made from: at the first step from
+      which the worst of the N mean timings should be good to `polish` (8 to 32 steps, by the noise), and at step 72.
+      Where there was a jump, also at the `hasty` steps.
     - A jump may be a passing one. With p the fraction of jumps so far that lasted, new counts wait for the next timing
       if (1 - p) x their loss should it pass > p x the loss of waiting should it last. Counts that followed a jump are
       taken back with it.
@@ -44,7 +48,7 @@ class Balanced(Frame):
     """
 
     name = "balanced"
-    learned = ("since", "calm", "calm_before", "unrest", "planned", "before_W", "idle_W", "tried", "tried_seen")
+    learned = ("since", "calm", "looks", "before_jump", "unrest", "planned", "before_W", "idle_W", "tried", "tried_seen")
 
     def __init__(
         self,
@@ -53,7 +57,7 @@ class Balanced(Frame):
         quiet: int = 256,
         rest: int = 16,
         urgent: float = 0.4,
-        polish: tuple[int, ...] = (24, 72),
+        polish: float = 0.035,
         hasty: tuple[int, ...] = (2, 4, 8),
         retry: float = 200.0,
     ) -> None:
@@ -64,13 +68,14 @@ class Balanced(Frame):
     def begin(self, workers: int) -> None:
         self.model = CostModel(workers)
         self.since = 0  # steps since the last change
-        self.calm = self.calm_before = 0  # steps since the last jump or change point, and before it
+        self.calm, self.looks = 0, 0  # steps since the last jump or change point, and looks since
+        self.before_jump = [0, 0]  # both of them
         self.unrest = 0.0  # jumps and change points of late
         self.before_W: np.ndarray | None = None  # counts before those that followed a jump still in doubt
         self.planned = False  # whether counts have been solved for
         self.idle_W = np.zeros(workers, np.int64)  # steps without samples
         self.tried, self.tried_seen = -1, 0  # the worker on trial, and its timings before
-        self.caution = float(np.sqrt(2.0 * ln(max(workers, 1)))) + 1.5
+        self.worst = float(np.sqrt(2.0 * ln(max(workers, 1))))  # the largest of N errors, in sd
 
     def observe(self, seen: Observation) -> None:
         if len(seen.counts_W) == self.workers:
@@ -114,10 +119,11 @@ class Balanced(Frame):
         self.unrest *= 1.0 - 1.0 / self.quiet
         if model.jumped or model.shifted:
             self.unrest += 1.0
-            self.calm, self.calm_before = 0, self.calm
+            self.before_jump = [self.calm, self.looks]
+            self.calm = self.looks = 0
         elif model.passed:  # it was nothing
             self.unrest = max(self.unrest - 1.0, 0.0)
-            self.calm = self.calm_before + 1
+            self.calm, self.looks = self.before_jump[0] + 1, self.before_jump[1]
         else:
             self.calm += 1
 
@@ -128,13 +134,21 @@ class Balanced(Frame):
         if self.tried >= 0 and self.model.seen_W[self.tried] > self.tried_seen:
             self.tried = -1
             return 0.0
-        if self.calm in self.polish or (self.unrest > 0 and self.calm in self.hasty):
+        if self._look() or (self.unrest > 0 and self.calm in self.hasty):
             return 0.5 * (self.min_gain + noise)
         patience = self.max_patience * min(self.since, self.quiet) / self.quiet
-        needed = self.min_gain + patience + self.caution / (1.0 + self.unrest) * noise
+        needed = self.min_gain + patience + (self.worst + 1.5) / (1.0 + self.unrest) * noise
         # Rest until the mean of the timings is good to some 2%, but not for ever.
         rest = self.rest * min(max(200.0 * self.model.noise * self.model.noise, 1.0), 2.0)
         return max(needed, self.urgent) if self.since < rest and self.calm > 0 else needed
+
+    def _look(self) -> bool:
+        """Whether it is time to look at the counts again."""
+        first = min(max((self.model.noise * self.worst / self.polish) ** 2, _LOOKS[0]), _LOOKS[1])
+        if self.calm < (first, _LOOKS[2], np.inf)[self.looks]:
+            return False
+        self.looks += 1
+        return True
 
     def _better_wait(self, counts_W: np.ndarray, new_W: np.ndarray, gain: float, limits: Limits) -> bool:
         """Whether it is better to see one more timing before following a jump."""
