@@ -1,7 +1,7 @@
 """Do the threads of hogbatch run in parallel? Two equal workers against one, with simulated and with real speeds.
 
-Real ones share XLA's CPU runtime, in which two programs at a time are not twice as fast as one even without hetjax: what
-two bare threads reach with the same gradient is measured beside them.
+Real ones share XLA's CPU runtime, in which two programs at a time are not twice as fast as one even without hetjax:
+what two bare threads reach with the same gradient is measured beside them.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""A real heterogeneous cluster on one machine: four processes under CPU quotas, one controller after the other.
+"""A real heterogeneous cluster on one machine: four processes under CPU quotas, the controllers in turn.
 
     python experiments/bench_cluster.py [--json FILE] [--batch-size 4096] [--controllers balanced,equal] [--quick]
 
 Every process computes on one thread and is throttled to its quota of a core by a control group; gradients are summed
 by gloo. The ideal is the sum of the workers' solo speeds: the same engine under the same quotas, all running at once,
-no reduce, measured before, between and after the controllers' turns. All comes from one run of the same processes.
+no reduce. All comes from one run of the same processes, in rounds, as the machine itself changes its speed: every
+controller goes on for its part of the steps in each, and the solo speeds are measured before, between and after them.
 The laws that act seldom do so every 5 steps, and are called by their plain name; NAME@K acts every K steps.
 
-efficiency      samples/s / ideal, from the eleventh step on
+efficiency      samples/s / ideal, from the eleventh step on, the first one of every further round left out
 imbalance       (max - min) / mean of the workers' mean local times
 overhead        median of step time - slowest local time; its share of the step time
 noise ceiling   what the best FIXED split could reach: mean over steps of mean / max worker time, for the counts that
@@ -92,6 +93,14 @@ def run_cluster(orders: dict[str, Any], limit: float) -> list[dict[str, Any]]:
     return heard
 
 
+def joined(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """The rounds of one controller as one stretch; nothing overlaps with the first step of a round."""
+    first, *later = rounds
+    by_step = ("counts", "times", "step_times", "changed")
+    stretch = {key: [*first[key], *(x for seen in later for x in seen[key][1:])] for key in by_step}
+    return stretch | {"recompiles": sum(seen["recompiles"] for seen in rounds)}
+
+
 def figures(seen: dict[str, Any], batch: int, ideal: float) -> dict[str, float]:
     """What a stretch of steps came to, the first ones aside."""
     times = np.array(seen["times"], float)[SKIP:]
@@ -145,6 +154,7 @@ def main(
     quotas: str = "0.8,0.4,0.2,0.2",
     batch_size: int = 1024,
     steps: int = 210,
+    rounds: int = 3,
     hidden: int = 0,
     swaps: int = 5,
     swap_every: int = 30,
@@ -157,7 +167,8 @@ def main(
         controllers: with commas between; NAME@K acts every K steps.
         quotas: cores of each process, with commas between.
         batch_size: samples per step over all workers.
-        steps: of each controller's quiet stretch.
+        steps: of each controller while the quotas stay the same.
+        rounds: in which these steps are made, all controllers taking turns in each.
         hidden: width of a hidden layer; 0: none, 20 thousand parameters; 3168: 5 million.
         swaps: how often the quotas of the first and the last worker are swapped; 0: never.
         swap_every: steps between swaps.
@@ -167,12 +178,18 @@ def main(
     for name in names:
         _made(name)  # refuses what there is not, before anything starts
     if quick:
-        names, steps, swaps = ["equal", "balanced"], 30, 1
+        names, steps, rounds, swaps = ["equal", "balanced"], 30, 1, 1
+    if not 1 <= rounds <= steps // (SKIP + 2):
+        least = SKIP + 2
+        raise SystemExit(
+            f"error: {steps} steps cannot be made in {rounds} rounds: give at least {least} steps for each."
+        )
     orders = {
         "controllers": [[name, *_made(name)] for name in names],
         "quotas": cores,
         "batch_size": batch_size,
         "steps": steps,
+        "rounds": rounds,
         "hidden": hidden,
         "swaps": swaps,
         "swap_every": swap_every,
@@ -184,13 +201,14 @@ def main(
     solos = np.array([message["solo"] for message in heard if "solo" in message])
     ideal = float(solos.sum(axis=1).mean())
     by_name: dict[str, dict[str, Any]] = {}
-    for message in heard:
-        if "quiet" in message:
-            by_name[message["controller"]] = figures(message["quiet"], batch_size, ideal)
-            if message["controller"] == "balanced":
-                ceiling = noise_ceiling(message["quiet"], by_name["balanced"]["overhead_share"])
-        if "swapped" in message:
-            by_name[message["controller"]]["recovery_steps"] = recovery(message["swapped"], swap_every, swaps)
+    for name in names:
+        mine = [message for message in heard if message.get("controller") == name]
+        quiet = joined([message["quiet"] for message in mine if "quiet" in message])
+        by_name[name] = figures(quiet, batch_size, ideal)
+        if name == "balanced":
+            ceiling = noise_ceiling(quiet, by_name[name]["overhead_share"])
+        if swaps:
+            by_name[name]["recovery_steps"] = recovery(mine[-1]["swapped"], swap_every, swaps)
     about = next(message for message in heard if "parameters" in message)
     spread = 100 * np.ptp(solos.sum(axis=1)) / ideal
     console.print(

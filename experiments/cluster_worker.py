@@ -1,4 +1,4 @@
-"""One process of bench_cluster.py: trains under one controller after the other and tells what it saw.
+"""One process of bench_cluster.py: trains under several controllers in turn and tells what it saw.
 
 Its orders come as JSON on the command line. Process 0 asks its parent for quotas by a line on standard output, and
 waits for a line on standard input that says they hold.
@@ -21,6 +21,7 @@ from hetjax.history import History, Record
 from hetjax.models.losses import classification
 from hetjax.models.pool import max_pool
 from hetjax.plan import controllers
+from hetjax.plan.controllers.protocol import Controller
 from hetjax.plan.sampler import Step
 from hetjax.run.agree import gather
 from hetjax.run.distributed import initialise, leave
@@ -132,9 +133,12 @@ def main() -> None:
         prices = {rung: round(1e6 * price / rung, 1) for rung, price in sorted(ladder.list.prices.items())}
         parent.tell(parameters=int(sum(np.size(p) for p in params.values())), us_per_row=prices)
 
-        def run(kind: str, options: dict[str, int], by_step: dict[int, Sequence[float]], steps: int) -> dict[str, Any]:
+        def fresh() -> dict[str, Controller]:
+            return {name: controllers.make(kind, **options) for name, kind, options in orders["controllers"]}
+
+        def run(controller: Controller, by_step: dict[int, Sequence[float]], steps: int) -> dict[str, Any]:
             nonlocal state
-            trainer.controller = controllers.make(kind, **options)
+            trainer.controller = controller
             parent.ask_for(None)  # what is left to compile is compiled at full speed
             state, history = trainer.fit(state, data, steps=steps, hooks=[Quotas(parent, by_step, state.step)])
             return told(history)
@@ -144,14 +148,16 @@ def main() -> None:
             parent.tell(solo=solo_rates(trainer, state, data, quotas, orders["solo_s"]))
 
         solo()
-        for name, *made in orders["controllers"]:
-            parent.tell(controller=name, quiet=run(*made, {0: quotas}, orders["steps"]))
+        quiet = fresh()
+        for _ in range(orders["rounds"]):
+            for name, controller in quiet.items():
+                parent.tell(controller=name, quiet=run(controller, {0: quotas}, orders["steps"] // orders["rounds"]))
             solo()
         swapped = [quotas[-1], *quotas[1:-1], quotas[0]]
         every, swaps = orders["swap_every"], orders["swaps"]
         by_step = {0: quotas} | {every * k: swapped if k % 2 else quotas for k in range(1, swaps + 1)}
-        for name, *made in orders["controllers"] if swaps else ():
-            parent.tell(controller=name, swapped=run(*made, by_step, every * (swaps + 1)))
+        for name, controller in fresh().items() if swaps else ():
+            parent.tell(controller=name, swapped=run(controller, by_step, every * (swaps + 1)))
     leave(0, together=True)
 
 

@@ -1,12 +1,11 @@
-"""The trainer: plan, local, reduce, step after step, with everything the host does hidden behind the devices' work."""
+"""The trainer: what a user says, made into sessions and steps (`hetjax.loop`), and what came of them into a history."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,23 +17,23 @@ from hetjax.data.feed import Feed
 from hetjax.data.memory import MemorySource
 from hetjax.data.source import Source, fetch
 from hetjax.history import History, Record
+from hetjax.loop import AnySampler, Flight, Loop, Wishes, own_span
 from hetjax.plan import controllers
 from hetjax.plan.allocation import solve
 from hetjax.plan.blocks import Blocks
 from hetjax.plan.controllers.protocol import Controller, Observation, Plan
 from hetjax.plan.limits import Limits
-from hetjax.plan.node_sampler import NodeSampler
 from hetjax.plan.partition import BlockSampler, ProportionalSampler
-from hetjax.plan.sampler import Sampler, Step
-from hetjax.run.agree import Disagreement, digest, gather, same
+from hetjax.plan.sampler import Sampler
+from hetjax.run.agree import digest, gather, same
 from hetjax.run.calibrate import time_local_phases
-from hetjax.run.clocks import Lap, no_hold
+from hetjax.run.clocks import no_hold
 from hetjax.run.compiles import compiles
 from hetjax.run.engines import Rows
 from hetjax.run.engines.choose import per_worker
 from hetjax.run.engines.protocol import Replicas
 from hetjax.run.layout import Report
-from hetjax.run.reduce import Reduce, make_reduce, own_slots
+from hetjax.run.reduce import Reduce, make_reduce
 from hetjax.run.session import Session, open_session, shapes
 from hetjax.run.simulate import Simulation, constant
 from hetjax.run.update import State, running_average, unchanged
@@ -47,22 +46,11 @@ log = logging.getLogger("hetjax")
 Tree = Any
 Hook = Callable[[Record, State], None]  # may also have begin(history) and end(history), called around the steps
 
-AnySampler = Sampler | ProportionalSampler | BlockSampler | NodeSampler
 _SAMPLERS: dict[str, Callable[..., AnySampler]] = {"global": Sampler, "proportional": ProportionalSampler}
-_MARGIN_SHARE = 8  # rows are fetched ahead with a margin of an eighth of the batch around a process's slice
 
 
 class NonFiniteError(FloatingPointError):
     """A loss or gradient was NaN or infinite; the parameters are those before that step."""
-
-
-@dataclass(frozen=True)
-class _Flight:
-    """A step on its way: what was planned, and how much work that is."""
-
-    step: Step
-    plan: Plan
-    work_W: np.ndarray
 
 
 class Trainer:
@@ -158,7 +146,7 @@ class Trainer:
             self._batch = min(self._batch, int(per_worker("capacity", capacity, 0, self.workers).sum()))
         self._sessions: dict[bool, Session] = {}
         self._shares_W = np.ones(len(self.workers))
-        self._stop = self._save = False
+        self._wishes = Wishes()
         self._sampler: AnySampler | None = None
         self._order: Mapping[str, Any] | None = None  # how an epoch was shared out that the next `fit` goes on with
 
@@ -244,8 +232,11 @@ class Trainer:
             compiled = compiles()
             ideal_s, samples, done = 0.0, 0, state.step
             began = last = time.perf_counter()
-            for flight, report in self._steps(session, reduce, sampler, feed, state, end, steps):
+            loop = self._loop(session, reduce, sampler, feed, self._decide, self.controller.observe)
+            for flight, report in loop.run(state, end, steps):
                 now = time.perf_counter()
+                if flight.step.batch:
+                    self._shares_W = np.maximum(flight.plan.counts_W, 1e-3)
                 done, samples = done + 1, samples + flight.step.batch
                 record = _record(done, flight, report, now - last, now - began, samples)
                 last = now
@@ -282,7 +273,8 @@ class Trainer:
         metrics: dict[str, float] = {}
         try:
             here = State(params, state.model_state, None, None)
-            for _, report in self._steps(session, reduce, sampler, feed, here, len(source), None, train=False):
+            loop = self._loop(session, reduce, sampler, feed, self._split_like_training, None)
+            for _, report in loop.run(here, len(source)):
                 loss, weight = loss + report.loss_sum, weight + report.weight
                 metrics = {name: metrics.get(name, 0.0) + value for name, value in report.metric_sums.items()}
         finally:
@@ -291,11 +283,11 @@ class Trainer:
 
     def stop(self) -> None:
         """Ask for the end: all processes stop after the same step."""
-        self._stop = True
+        self._wishes.stop = True
 
     def ask_to_save(self) -> None:
         """Ask for a checkpoint: all processes find it in the record of the same step (`Record.save`)."""
-        self._save = True
+        self._wishes.save = True
 
     def remember(self, state: State) -> dict[str, Any]:
         """What a run is made of beside its state, as plain JSON values: a checkpoint holds both."""
@@ -359,91 +351,32 @@ class Trainer:
             self.wait_limit,
             hooks,
             tell=_tell,
-            stopping=lambda: self._stop,
-            saving=self._was_asked_to_save,
+            stopping=lambda: self._wishes.stop,
+            saving=self._wishes.take_save,
             check=self._check_finite,
             calibrate=lambda session, replicas: self._calibrate(session, replicas, source),
         )
         try:
             state, history = sync.fit(job, state)
         finally:
-            self._stop = False
+            self._wishes.stop = False
         self._judge_simulation(history)
         return state, history
 
-    def _was_asked_to_save(self) -> bool:
-        asked, self._save = self._save, False
-        return asked
+    # -- plans --
 
-    # -- the loop --
-
-    def _steps(
+    def _loop(
         self,
         session: Session,
         reduce: Reduce,
         sampler: AnySampler,
         feed: Feed,
-        state: State,
-        end: int,
-        max_steps: int | None,
-        train: bool = True,
-    ) -> Iterator[tuple[_Flight, Report]]:
-        """One step after the other; yields each finished step while the next one computes.
-
-        While step n computes, the host reads the report of step n-1, lets the controller learn from it, plans step n+1
-        and lays out its rows.
-        """
-        engine, cursor, left = session.engine, state.cursor, max_steps
-        self._stop = False
-        flying: _Flight | None = None
-        flight, packed = self._plan(session, sampler, feed, cursor, end, train)
-        while True:
-            if train:
-                engine.grow(flight.plan.counts_W)
-            disturbed = engine.compiling
-            if self.simulation is not None:
-                self.simulation.step = state.step
-            futures = engine.start(reduce, packed)
-            more = False
-            try:
-                if flying is not None:
-                    yield flying, (report := self._learn(flying, reduce, train, state.step - 1))
-                    if report.stop and train:
-                        left = 1
-                cursor += flight.step.advance
-                left = None if left is None else left - 1
-                more = cursor < end and left != 0
-                if more:
-                    following, packed = self._plan(session, sampler, feed, cursor, end, train)
-            finally:
-                laps = session.clocks.wait(futures)
-            cold = flying is None and self.simulation is None  # caches and allocators of real devices warm up
-            timed = not (disturbed or engine.compiling or cold)
-            plan = flight.plan
-            weights = None if plan.weights_W is None else [float(plan.weights_W[i]) for i in self.workers.local]
-            reduce.step(laps, self._slots(plan, laps, timed), flight.step, weights)
-            flying, state = flight, replace(state, step=state.step + 1, cursor=cursor)
-            if not more:
-                break
-            flight = following
-        yield flying, self._learn(flying, reduce, train, state.step - 1)
-
-    def _plan(
-        self, session: Session, sampler: AnySampler, feed: Feed, cursor: int, end: int, train: bool
-    ) -> tuple[_Flight, Any]:
-        """Counts for the step at the cursor, and its rows laid out; the rows of the step after it are sent for."""
-        limits = session.engine.limits()
-        decide = partial(self._decide if train else self._split_like_training, limits)
-        step, plan = sampler.next(cursor, decide)
-        if isinstance(sampler, BlockSampler):  # which asks no controller
-            limits.check_counts(plan.counts_W, step.batch, "The partition")
-            self._shares_W = np.maximum(plan.counts_W, 1e-3)
-        rows = Rows(*feed.take(step.epoch, *self._span(plan, step)))
-        packed = session.engine.pack(rows, step, plan.counts_W, self.seed)
-        following = sampler.ahead(cursor + step.advance) if cursor + step.advance < end else None
-        if following is not None:
-            feed.prepare(following.epoch, *self._span(plan, following, margin=self.batch_size // _MARGIN_SHARE))
-        return _Flight(step, plan, limits.work(plan.counts_W)), packed
+        decide: Callable[[Limits, int, int], Plan],
+        learn: Callable[[Observation], None] | None,
+    ) -> Loop:
+        return Loop(
+            session, reduce, sampler, feed, self.workers, self.simulation, self._wishes, self.seed, decide, learn
+        )
 
     def _decide(self, limits: Limits, batch: int, epoch: int) -> Plan:
         if batch == 0:  # a node that sits a step out
@@ -452,53 +385,11 @@ class Trainer:
             limits = replace(limits, minimum_W=np.zeros_like(limits.minimum_W))
         plan = self.controller.plan(batch, limits, epoch)
         limits.check_counts(plan.counts_W, batch, f"The controller {self.controller.name!r}")
-        self._shares_W = np.maximum(plan.counts_W, 1e-3)
         return plan
 
     def _split_like_training(self, limits: Limits, batch: int, epoch: int) -> Plan:
         free = replace(limits, minimum_W=np.zeros_like(limits.minimum_W))
         return Plan(solve(np.zeros(limits.workers), 1 / self._shares_W, free, batch).counts_W)
-
-    def _span(self, plan: Plan, step: Step, margin: int = 0) -> tuple[int, int]:
-        """Positions of an epoch that this process computes under a plan, with a margin, within the step.
-
-        At least one, for padding is made of real rows.
-        """
-        if not self.workers.several_processes:
-            return step.start, max(step.stop, step.start + 1)
-        bounds_W1 = step.start + plan.bounds_W1
-        first, last = self.workers.local[0], self.workers.local[-1]
-        start = min(max(step.start, int(bounds_W1[first]) - margin), step.stop - 1)
-        return start, max(start + 1, min(step.stop, int(bounds_W1[last + 1]) + margin))
-
-    def _learn(self, flight: _Flight, reduce: Reduce, train: bool, step: int) -> Report:
-        """Read a step's report and let the controller see its timings."""
-        report = reduce.report()
-        if (report.checksums_W != flight.plan.checksum).any():
-            odd = np.flatnonzero(report.checksums_W != flight.plan.checksum).tolist()
-            raise Disagreement(
-                f"Workers {odd} used another plan than this process in step {step}: the processes no longer agree. "
-                "Check that all run the same code, data and configuration, and start again from the last checkpoint."
-            )
-        if train:
-            times_W = np.where(flight.plan.counts_W > 0, report.times_W, np.nan)
-            self.controller.observe(
-                Observation(flight.plan.counts_W, flight.work_W, np.round(times_W, 6), flight.step.epoch, step)
-            )
-        return report
-
-    def _slots(self, plan: Plan, laps: Sequence[Lap], timed: bool) -> list[list[float]]:
-        save, self._save = self._save, False
-        return [
-            own_slots(
-                lap.seconds if timed and plan.counts_W[i] > 0 else None,
-                lap.rows,
-                plan.checksum,
-                self._stop,
-                save,
-            )
-            for i, lap in zip(self.workers.local, laps, strict=True)
-        ]
 
     # -- setting up --
 
@@ -605,7 +496,7 @@ class Trainer:
         sampler = Sampler(len(source), self._batch, shuffle=False)
         feed, limits, step = Feed(source, sampler), session.engine.limits(), sampler.step(0)
         counts_W = solve(np.zeros(limits.workers), np.ones(limits.workers), limits, step.batch).counts_W
-        rows = Rows(*feed.take(step.epoch, *self._span(Plan(counts_W), step)))
+        rows = Rows(*feed.take(step.epoch, *own_span(self.workers, Plan(counts_W), step)))
         packed = session.engine.pack(rows, step, counts_W, self.seed)
         feed.close()
         rows_W, seconds_W = time_local_phases(session.engine, session.clocks, reduce, packed)
@@ -620,7 +511,7 @@ class Trainer:
             if warning := self.simulation.verdict():
                 log.warning(warning)
 
-    def _ideal_seconds(self, flight: _Flight) -> float:
+    def _ideal_seconds(self, flight: Flight) -> float:
         return flight.step.batch / self.simulation.ideal() if self.simulation is not None else 0.0
 
     def _check_finite(self, record: Record) -> None:
@@ -658,7 +549,7 @@ def _as_source(source: Source | Mapping[str, np.ndarray]) -> Source:
     return source
 
 
-def _record(step: int, flight: _Flight, report: Report, step_time: float, seconds: float, samples: int) -> Record:
+def _record(step: int, flight: Flight, report: Report, step_time: float, seconds: float, samples: int) -> Record:
     return Record(
         step=step,
         epoch=flight.step.epoch,

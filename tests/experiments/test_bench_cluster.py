@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from bench_cluster import SKIP, _made, figures, main, noise_ceiling, recovery
+from bench_cluster import SKIP, _made, figures, joined, main, noise_ceiling, recovery
 
 
 def stretch(times_TxW, step_times_T, counts_W=(30, 10)):
@@ -27,6 +27,16 @@ def test_figures_leave_the_first_steps_aside():
     assert found["changes"] == 1
 
 
+def test_rounds_are_joined_without_the_first_step_of_the_further_ones():
+    one, two = stretch([[1.0, 3.0]], [3.5]), {**stretch([[2.0, 1.0]], [2.5]), "recompiles": 2}
+    short = {key: value if key == "recompiles" else value[-2:] for key, value in two.items()}
+    whole = joined([one, short])
+    assert whole["step_times"] == [*one["step_times"], 2.5]
+    assert whole["times"] == [*one["times"], [2.0, 1.0]]
+    assert whole["changed"] == [*one["changed"], True]
+    assert whole["recompiles"] == 2
+
+
 def test_the_ceiling_is_that_of_shares_which_are_right_on_average():
     """Worker 0 is as often 50% slow as 50% fast. Worker 1 is steady, but has half the samples that it could do."""
     seen = stretch([[1.5, 0.5], [0.5, 0.5]], [2.0, 2.0])
@@ -44,3 +54,5 @@ def test_names_and_cadences():
     assert _made("balanced") == ("balanced", {})
     with pytest.raises(ValueError, match="no controller 'best'"):
         main(controllers="equal,best")
+    with pytest.raises(SystemExit, match="30 steps cannot be made in 4 rounds"):
+        main(steps=30, rounds=4)

@@ -183,6 +183,22 @@ def test_an_evaluation_that_was_asked_to_stop_is_still_of_all_samples():
         assert trainer.evaluate(state, Stopping(made.data)) == trainer.evaluate(state, made.data)
 
 
+def test_wishes_outlast_an_evaluation_between_two_steps():
+    made, saved = problem("mlp"), []
+
+    def hook(record, state):
+        saved.append(record.save)
+        if record.step == 3:
+            trainer.ask_to_save()
+            trainer.stop()
+            trainer.evaluate(state, made.data)
+
+    with trainer_for(made) as trainer:
+        _, history = trainer.fit(trainer.init(made.params), made.data, steps=50, hooks=[hook])
+    assert 3 <= len(history.records) <= 6
+    assert saved.count(True) == 1
+
+
 @pytest.mark.parametrize("transport", ["psum", "hub"])
 def test_a_nan_is_named_and_leaves_the_parameters_alone(transport):
     made = problem("mlp", samples=48)

@@ -15,7 +15,6 @@ from hetjax.plan.limits import Limits
 from hetjax.plan.logarithm import ln
 from hetjax.plan.rounding import allowed
 
-
 _LOOKS = (8, 32, 72)  # steps: the first look at the earliest and at the latest, and the second one
 
 
@@ -48,7 +47,18 @@ class Balanced(Frame):
     """
 
     name = "balanced"
-    learned = ("since", "calm", "looks", "before_jump", "unrest", "planned", "before_W", "idle_W", "tried", "tried_seen")
+    learned = (
+        "since",
+        "calm",
+        "looks",
+        "before_jump",
+        "unrest",
+        "planned",
+        "before_W",
+        "idle_W",
+        "tried",
+        "tried_seen",
+    )
 
     def __init__(
         self,
