@@ -6,7 +6,7 @@ Two workers whose simulated speeds are 1:4, 1:16 and 1:64 train a small MLP on t
 non-zero features: synchronous with equal counts, synchronous and balanced, hogbatch, adaptive-hogbatch, adaptive-sgd.
 All see the same samples in the same order with the same learning rate. Told are the utilisation of the less busy
 worker, updates and their share per worker, and the seconds and samples until the loss over the whole training set is
-below a target (medians of the seeds). The evaluation runs beside the training and is not charged. Some 15 minutes.
+below a target (medians of the seeds). The evaluation runs beside the training and is not charged. Some 20 minutes.
 
 A balanced run first takes two steps of equal counts, to time them. They are taken before and not charged, as in a
 longer training they would not count. Equal counts are the same training as balanced ones, only slower (tests of hetjax

@@ -6,6 +6,7 @@ Every process computes on one thread and is throttled to its quota of a core by 
 by gloo. The ideal is the sum of the workers' solo speeds: the same engine under the same quotas, all running at once,
 no reduce. All comes from one run of the same processes, in rounds, as the machine itself changes its speed: every
 controller goes on for its part of the steps in each, and the solo speeds are measured before, between and after them.
+Then the quotas are swapped, under one controller after the other.
 The laws that act seldom do so every 5 steps, and are called by their plain name; NAME@K acts every K steps.
 
 efficiency      samples/s / ideal, from the eleventh step on, the first one of every further round left out
@@ -96,9 +97,10 @@ def run_cluster(orders: dict[str, Any], limit: float) -> list[dict[str, Any]]:
 def joined(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """The rounds of one controller as one stretch; nothing overlaps with the first step of a round."""
     first, *later = rounds
-    by_step = ("counts", "times", "step_times", "changed")
+    by_step = ("counts", "times", "step_times")
     stretch = {key: [*first[key], *(x for seen in later for x in seen[key][1:])] for key in by_step}
-    return stretch | {"recompiles": sum(seen["recompiles"] for seen in rounds)}
+    changed = [changed for seen in rounds for changed in seen["changed"]]
+    return stretch | {"changed": changed, "recompiles": sum(seen["recompiles"] for seen in rounds)}
 
 
 def figures(seen: dict[str, Any], batch: int, ideal: float) -> dict[str, float]:
@@ -180,15 +182,12 @@ def main(
     if quick:
         names, steps, rounds, swaps = ["equal", "balanced"], 30, 1, 1
     if not 1 <= rounds <= steps // (SKIP + 2):
-        least = SKIP + 2
-        raise SystemExit(
-            f"error: {steps} steps cannot be made in {rounds} rounds: give at least {least} steps for each."
-        )
+        raise ValueError(f"{steps} steps cannot be made in {rounds} rounds: give {SKIP + 2} or more for each.")
     orders = {
         "controllers": [[name, *_made(name)] for name in names],
         "quotas": cores,
         "batch_size": batch_size,
-        "steps": steps,
+        "steps": steps // rounds * rounds,
         "rounds": rounds,
         "hidden": hidden,
         "swaps": swaps,

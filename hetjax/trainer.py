@@ -232,10 +232,10 @@ class Trainer:
             compiled = compiles()
             ideal_s, samples, done = 0.0, 0, state.step
             began = last = time.perf_counter()
-            loop = self._loop(session, reduce, sampler, feed, self._decide, self.controller.observe)
+            loop = self._loop(session, reduce, sampler, feed, self._decide, lambda seen: self.controller.observe(seen))
             for flight, report in loop.run(state, end, steps):
                 now = time.perf_counter()
-                if flight.step.batch:
+                if 2 * flight.step.batch > self._shares_W.sum():  # not those of a short last step
                     self._shares_W = np.maximum(flight.plan.counts_W, 1e-3)
                 done, samples = done + 1, samples + flight.step.batch
                 record = _record(done, flight, report, now - last, now - began, samples)

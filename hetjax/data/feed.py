@@ -28,7 +28,7 @@ class Feed:
     """Fetches spans of positions; a span asked for in advance is there when it is taken.
 
     Positions, not workers, are fetched, so a new plan only moves the borders of slices. Where this process computes
-    only a part of the batch, the trainer asks in advance for its span with a margin, and `take` adds what is missing.
+    only a part of the batch, the loop asks in advance for its span with a margin, and `take` adds what is missing.
     """
 
     def __init__(self, source: Source, order: Order):

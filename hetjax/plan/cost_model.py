@@ -313,5 +313,5 @@ class CostModel:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in self.saved:
-            value = state[name]
+            value = state.get(name, getattr(self, name))  # what an older version did not save starts afresh
             setattr(self, name, np.array(value) if isinstance(value, list) else value)

@@ -145,6 +145,44 @@ def test_resuming_is_bit_identical(name):
             part.load_state_dict(saved)
 
 
+@pytest.mark.parametrize(("noise", "looks"), [(0.0, [8, 72]), (0.05, [9, 72]), (1.0, [32, 72])])
+def test_it_looks_again_as_soon_as_the_noise_allows(noise, looks):
+    """Of 8 workers the worst mean of n timings is off by some sqrt(2 ln 8) noise / sqrt(n): 3.5% after 8.5 steps."""
+    controller = make("balanced")
+    controller._start(8)
+    controller.model.noise = noise
+    due = []
+    for controller.calm in range(1, 200):
+        if controller._look():
+            due.append(controller.calm)
+    assert due == looks
+
+
+def test_a_jump_that_passed_counts_for_nothing_even_if_saved_in_between():
+    limits, rates, controller = Limits.plain(4, 256), np.array([30.0, 20.0, 10.0, 8.0]), make("balanced")
+    for step in range(60):
+        plan = controller.plan(256, limits)
+        before = controller.calm, controller.looks
+        factor = 9.0 if step == 50 else 1.0
+        times_W = np.round(plan.counts_W / rates * np.array([factor, 1, 1, 1]), 6)
+        controller.observe(Observation(plan.counts_W, limits.work(plan.counts_W), times_W, 0, step))
+        saved = json.loads(json.dumps(controller.state_dict(), allow_nan=False))
+        controller = make("balanced")
+        controller.load_state_dict(saved)
+        if step == 51:
+            assert before == (0, 0)
+    assert (controller.calm, controller.looks) == (58, 1)
+
+
+def test_a_state_of_an_older_version_is_taken_as_far_as_it_goes():
+    old, new = make("balanced"), make("balanced")
+    drive(old, Limits.plain(4, 64), [64] * 10, np.random.default_rng(0), np.array([4.0, 3, 2, 1]))
+    saved = old.state_dict()
+    del saved["looks"], saved["looks_before"], saved["model"]["common"]
+    new.load_state_dict(saved)
+    assert new.plan(64, Limits.plain(4, 64)).counts_W.tolist() == old.plan(64, Limits.plain(4, 64)).counts_W.tolist()
+
+
 def test_a_state_for_other_workers_starts_afresh_and_one_of_another_controller_is_refused():
     four, eight = make("balanced"), make("balanced")
     drive(four, Limits.plain(4, 64), [64] * 10, np.random.default_rng(0), np.array([4.0, 3, 2, 1]))

@@ -48,17 +48,9 @@ class Balanced(Frame):
 
     name = "balanced"
     learned = (
-        "since",
-        "calm",
-        "looks",
-        "before_jump",
-        "unrest",
-        "planned",
-        "before_W",
-        "idle_W",
-        "tried",
+        "since", "calm", "calm_before", "looks", "looks_before", "unrest", "planned", "before_W", "idle_W", "tried",
         "tried_seen",
-    )
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -78,8 +70,8 @@ class Balanced(Frame):
     def begin(self, workers: int) -> None:
         self.model = CostModel(workers)
         self.since = 0  # steps since the last change
-        self.calm, self.looks = 0, 0  # steps since the last jump or change point, and looks since
-        self.before_jump = [0, 0]  # both of them
+        self.calm = self.calm_before = 0  # steps since the last jump or change point, and before it
+        self.looks = self.looks_before = 0  # looks since then, and before
         self.unrest = 0.0  # jumps and change points of late
         self.before_W: np.ndarray | None = None  # counts before those that followed a jump still in doubt
         self.planned = False  # whether counts have been solved for
@@ -129,11 +121,11 @@ class Balanced(Frame):
         self.unrest *= 1.0 - 1.0 / self.quiet
         if model.jumped or model.shifted:
             self.unrest += 1.0
-            self.before_jump = [self.calm, self.looks]
-            self.calm = self.looks = 0
+            self.calm, self.calm_before = 0, self.calm
+            self.looks, self.looks_before = 0, self.looks
         elif model.passed:  # it was nothing
             self.unrest = max(self.unrest - 1.0, 0.0)
-            self.calm, self.looks = self.before_jump[0] + 1, self.before_jump[1]
+            self.calm, self.looks = self.calm_before + 1, self.looks_before
         else:
             self.calm += 1
 
@@ -154,7 +146,8 @@ class Balanced(Frame):
 
     def _look(self) -> bool:
         """Whether it is time to look at the counts again."""
-        first = min(max((self.model.noise * self.worst / self.polish) ** 2, _LOOKS[0]), _LOOKS[1])
+        error = self.model.noise * self.worst / self.polish  # of the worst timing, in units of what is wanted
+        first = min(max(error * error, _LOOKS[0]), _LOOKS[1])
         if self.calm < (first, _LOOKS[2], np.inf)[self.looks]:
             return False
         self.looks += 1

@@ -84,7 +84,7 @@ class Frame:
             )
         self._start(int(state["workers"]))
         for name in ("usual", "short", "counts_W", *self.learned):
-            value = state[name]
+            value = state.get(name, getattr(self, name))  # what an older version did not save starts afresh
             setattr(self, name, np.array(value) if isinstance(value, list) else value)
 
 
