@@ -9,9 +9,9 @@ worker, updates and their share per worker, and the seconds and samples until th
 below a target (medians of the seeds). The evaluation runs beside the training and is not charged. Some 20 minutes.
 
 A balanced run first takes two steps of equal counts, to time them. They are taken before and not charged, as in a
-longer training they would not count. Equal counts are the same training as balanced ones, only slower (tests of hetjax
-see to that). So only some of their steps are run, and their time to the target is the balanced run's number of steps at
-that speed.
+longer training they would not count; what they took is told beside (`uncharged_s`). Equal counts are the same training
+as balanced ones, only slower (tests of hetjax see to that). So only some of their steps are run, and their time to the
+target is the balanced run's number of steps at that speed.
 """
 
 from __future__ import annotations
@@ -119,9 +119,11 @@ def bench(problem: Problem, ratios: list[str], seeds: int, say: Callable[[str], 
             for ratio in ratios:
                 speed = float(ratio.partition(":")[2])
                 simulation.trace, simulation.row_time = constant([1.0, speed]), row_time(speed)
+                uncharged = {}
                 if sync == "balanced":
                     trainer.controller = controllers.make(sync)
-                    trainer.fit(trainer.init(problem.params(0)), source, steps=EQUAL_STEPS)
+                    _, before = trainer.fit(trainer.init(problem.params(0)), source, steps=EQUAL_STEPS)
+                    uncharged = {"uncharged_s": sum(record.step_time for record in before.records[:2])}
                 for seed in range(seeds if sync != "equal" else 1):
                     simulation.phases = simulation.overruns = 0
                     trainer.seed = seed
@@ -129,7 +131,7 @@ def bench(problem: Problem, ratios: list[str], seeds: int, say: Callable[[str], 
                     steps = EQUAL_STEPS if sync == "equal" else MOST_SAMPLES // BATCH
                     state = trainer.init(problem.params(seed))
                     _, history = trainer.fit(state, source, steps=steps, hooks=[hook])
-                    found[ratio][sync].append(told(sync, history, hook))
+                    found[ratio][sync].append(told(sync, history, hook) | uncharged)
                     seconds, busy = hook.seconds or np.nan, found[ratio][sync][-1]["utilisation"]
                     say(f"{ratio} {sync}, seed {seed}: target after {seconds:.1f} s, busy {busy:.1%}")
                 if sync == "equal":
@@ -183,6 +185,9 @@ def table(name: str, found: dict[str, dict[str, Any]], console: Console) -> None
             )
     console.print(shown)
     console.print("busy: of the less busy worker; CPU's: share of the updates by the CPU-like one.", highlight=False)
+    console.print("equal: from some of its steps and the number that balanced took.", highlight=False)
+    first = ", ".join(f"{of['balanced']['uncharged_s']:.1f} s at {ratio}" for ratio, of in found.items())
+    console.print(f"balanced: without its first two steps, of equal counts ({first}).", highlight=False)
     for ratio, of in found.items():
         console.print(verdict(ratio, of), soft_wrap=True, highlight=False)
 

@@ -207,6 +207,8 @@ def train(
                 saver.close()
             if left(state) > 0:
                 tracker.close()
+                if not state.step:
+                    raise Stopped("Stopped before the first step was done: there is nothing to save.")
                 raise Stopped(
                     f"Stopped after step {state.step} of {total_steps}; everything is saved. Go on with "
                     f"python experiments/train.py --resume --out {config.folder}"

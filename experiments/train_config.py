@@ -156,6 +156,8 @@ class Asynchronous:
     """least that a batch may become; a sixteenth of the largest, which is --capacity"""
     staleness_bound: Whole = None
     """hogbatch, adaptive-hogbatch: most updates of others between reading the model and one's own"""
+    scale_rate: Annotated[Literal["on", "off"] | None, _shown("{on,off}")] = None
+    """whether the learning rate follows the batch; on, but off for hogbatch as published"""
     rate_cap: Number = None
     """most times the learning rate that a large batch gets; 4"""
     dead_zone: Whole = None

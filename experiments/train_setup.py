@@ -144,6 +144,7 @@ def method(config: Config, processes: int = 1) -> dict[str, Any]:
     alone = config.asynchronous
     names = ("staleness_bound", "rate_cap", "dead_zone", "mega_batch", "replay")
     options |= {name: getattr(alone, name) for name in names}
+    options["scale_rate"] = None if alone.scale_rate is None else alone.scale_rate == "on"
     options["batches"] = whole_numbers("--batches", alone.batches)
     options["smallest"] = whole_numbers("--smallest-batch", alone.smallest_batch)
     return {"preset": asked.strategy, "every": every, "sync_options": options, **axes}

@@ -101,7 +101,7 @@ class Loop:
             finally:
                 laps = self.session.clocks.wait(futures)
             cold = flying is None and self.simulation is None  # caches and allocators of real devices warm up
-            timed = not (disturbed or engine.compiling or cold)
+            timed = not (disturbed or engine.compiling or cold or self.session.exact_sync)
             plan = flight.plan
             weights = None if plan.weights_W is None else [float(plan.weights_W[i]) for i in self.workers.local]
             self.reduce.step(laps, self._slots(plan, laps, timed), flight.step, weights)

@@ -19,9 +19,9 @@ _WEIGHING = ("dp", "edp", "dbs")  # laws whose published form weighs the workers
 _SYNC_OPTIONS = {  # that a user can set by name
     "decentralised": ("mix_every", "topology", "matcha_budget"),
     "daso": ("nodes", "max_skip", "blend", "between"),
-    "hogbatch": ("batches", "smallest", "staleness_bound", "rate_cap", "replay"),
-    "adaptive-hogbatch": ("batches", "smallest", "staleness_bound", "rate_cap", "dead_zone", "replay"),
-    "adaptive-sgd": ("batches", "smallest", "mega_batch", "rate_cap", "replay"),
+    "hogbatch": ("batches", "smallest", "staleness_bound", "scale_rate", "rate_cap", "replay"),
+    "adaptive-hogbatch": ("batches", "smallest", "staleness_bound", "scale_rate", "rate_cap", "dead_zone", "replay"),
+    "adaptive-sgd": ("batches", "smallest", "mega_batch", "scale_rate", "rate_cap", "replay"),
 }
 _ASYNCHRONOUS = ("hogbatch", "adaptive-hogbatch", "adaptive-sgd")  # no steps of all workers: nothing to plan
 

@@ -495,7 +495,8 @@ class Trainer:
         assert self.simulation is not None
         sampler = Sampler(len(source), self._batch, shuffle=False)
         feed, limits, step = Feed(source, sampler), session.engine.limits(), sampler.step(0)
-        counts_W = solve(np.zeros(limits.workers), np.ones(limits.workers), limits, step.batch).counts_W
+        samples = min(step.batch, int(limits.capacity_W.sum()))  # single batches without a barrier may be small
+        counts_W = solve(np.zeros(limits.workers), np.ones(limits.workers), limits, samples).counts_W
         rows = Rows(*feed.take(step.epoch, *own_span(self.workers, Plan(counts_W), step)))
         packed = session.engine.pack(rows, step, counts_W, self.seed)
         feed.close()

@@ -44,6 +44,14 @@ def test_a_part_imports_only_what_lies_below_it(part):
     assert not wrong
 
 
+def test_nothing_in_plan_mentions_jax():
+    for path in (PACKAGE / "plan").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not {name.split(".")[0] for name in names} & {"jax", "jaxlib", "flax", "optax"}, path
+
+
 @pytest.mark.parametrize("modules", ["hetjax.plan, hetjax.plan.controllers", "hetjax.launch.launcher"])
 def test_neither_planning_nor_the_launcher_imports_jax(modules):
     code = f"import sys, {modules}; assert 'jax' not in sys.modules, 'jax was imported'"

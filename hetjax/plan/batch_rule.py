@@ -25,16 +25,17 @@ def adapted_batch(
         u_E < min of the others - dead_zone:  b_E = max(b_E / alpha, bmin_E)     smaller batches, so more updates
         u_E > max of the others + dead_zone:  b_E = min(b_E alpha, bmax_E)
 
-    A worker alone keeps its batch. As published the dead zone is 0, and then a batch that has to settle between two
-    sizes flips on up to two of three requests. Only workers that take part are compared with.
+    Batches are multiples of the smallest one, so they move by that at least. A worker alone keeps its batch. As
+    published the dead zone is 0, and then a batch that has to settle between two sizes flips on up to two of three
+    requests. Only workers that take part are compared with.
     """
     others_W = np.ones(len(updates_W), bool) if taking_part_W is None else np.array(taking_part_W, bool)
     others_W[worker] = False
-    now, mine = int(batch_W[worker]), int(updates_W[worker])
+    now, mine, least = int(batch_W[worker]), int(updates_W[worker]), int(bounds.lower_W[worker])
     if not others_W.any():
         return now
     if mine < updates_W[others_W].min() - dead_zone:
-        return bounds.clip(worker, now / alpha)
+        return bounds.clip(worker, min(now / alpha, now - least))
     if mine > updates_W[others_W].max() + dead_zone:
-        return bounds.clip(worker, now * alpha)
+        return bounds.clip(worker, max(now * alpha, now + least))
     return now

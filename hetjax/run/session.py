@@ -70,6 +70,11 @@ def open_session(
     program = Program(sums, layout.sizes, layout.dtype, params, model_state, row)
     if own_parameters:
         program = program.with_own_parameters()
-    options = ladder if name == "chunked" else {}
+    if name != "chunked" and ladder.get("rungs") is not None:
+        raise ValueError(
+            f"rungs are the chunk sizes of the chunked engine, and this run uses {name} ({why}). Leave them out, or "
+            "use engine='chunked'."
+        )
+    options = ladder if name == "chunked" else {"max_rows": ladder.get("max_rows")}
     made = make_engine(name, program, workers, clocks, batch=batch, quantum=quantum, capacity=capacity, **options)
     return Session(str(shape), made, clocks, layout, exact_sync)

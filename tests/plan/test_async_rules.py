@@ -112,3 +112,10 @@ def test_scaling_without_a_cap_diverges_where_the_cap_holds():
     after = lambda cap: (1 - 0.2 * rate_scale(512, 32, cap)) ** 31
     assert abs(after(None)) > 1e10
     assert abs(after(4.0)) < 1e-20
+
+
+def test_a_small_alpha_moves_batches_by_one_smallest_batch():
+    bounds = BatchBounds(np.array([16, 16]), np.array([64, 64]))
+    up, down = np.array([50, 0]), np.array([0, 50])
+    assert [adapted_batch(0, np.array([b, 16]), up, bounds, alpha=1.2) for b in (16, 32, 48, 64)] == [32, 48, 64, 64]
+    assert [adapted_batch(0, np.array([b, 16]), down, bounds, alpha=1.2) for b in (64, 48, 32, 16)] == [48, 32, 16, 16]

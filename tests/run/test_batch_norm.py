@@ -88,10 +88,12 @@ def test_exact_statistics_over_all_workers_in_the_masked_engine():
     model, optimizer = flax_model(sync="exact"), optax.sgd(0.1)
     expected, (mean, var) = reference(plain(model.params), (jnp.zeros(6), jnp.ones(6)), optimizer, BATCH, steps=3)
     with Trainer(
-        model.loss_fn, optimizer, batch_size=BATCH, controller="equal", engine="auto", devices=jax.devices()[:3]
+        model.loss_fn, optimizer, batch_size=BATCH, controller="static", engine="auto", devices=jax.devices()[:3]
     ) as trainer:
         state, history = trainer.fit(trainer.init(model.params, model.model_state), DATA, steps=3)
     assert history.engine == "masked"
+    assert np.isnan([record.times_W for record in history.records]).all()  # they wait for each other
+    assert len({tuple(counts) for counts in history.counts}) == 1
     assert distance(plain(state.params), expected) <= 1e-5
     np.testing.assert_allclose(plain(state.model_state)["norm"]["mean"], mean, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(plain(state.model_state)["norm"]["var"], var, rtol=1e-4)

@@ -1,5 +1,6 @@
 """Any allocation equals one big batch: gradients, loss and updates, for every engine and number of workers."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from problems import RandomPlans, distance, part_of_data, problem, reference_run
 
 from hetjax.plan.sampler import Step
+from hetjax.run import layout as layouts
 from hetjax.run.clocks import Clocks
 from hetjax.run.contract import Objective
 from hetjax.run.engines import Program, Rows, make_engine
@@ -113,6 +115,23 @@ def test_any_allocation_gives_the_gradient_of_the_whole_batch(model, engine, wor
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_gradients_that_travel_in_parts_of_their_own_are_the_same(engine, monkeypatch):
+    """As those of real models do: here everything from 64 elements on is large."""
+    monkeypatch.setattr(layouts, "_LARGE", 64)
+    test_any_allocation_gives_the_gradient_of_the_whole_batch("mlp", engine, 3)
+    with bench("mlp", engine, 2) as made:
+        assert len(made.layout.sizes) > 2
+
+
+def test_a_step_has_one_all_reduce(monkeypatch):
+    monkeypatch.setattr(layouts, "_LARGE", 64)
+    with bench("mlp", "chunked", 2) as made:
+        assert len(made.layout.sizes) > 2
+        program = made.reduces["psum"]._run.as_text()
+    assert len(re.findall(r"all-reduce(?:-start)?\(", program)) == 1
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_padding_full_of_rubbish_never_reaches_a_gradient(engine):
     with bench("cnn", engine, 3) as made:
         for rubbish in (np.nan, np.inf):
@@ -121,9 +140,10 @@ def test_padding_full_of_rubbish_never_reaches_a_gradient(engine):
             dirty = {"image": image, "label": made.problem.data["label"][:BATCH]}
             counts = np.array([9, 0, 5])
             _, grads = part_of_data(made.problem, 7, 0, 14)
-            report, gradient = made.gradient(counts, "psum", dirty)
-            assert not report.nonfinite_W.any()
-            assert distance(gradient, grads) <= 1e-5
+            for transport in ("psum", "hub"):
+                report, gradient = made.gradient(counts, transport, dirty)
+                assert not report.nonfinite_W.any()
+                assert distance(gradient, grads) <= 1e-5
 
 
 @pytest.mark.parametrize("engine", ["looped", "masked"])
@@ -136,19 +156,26 @@ def check_idle_rubbish(made):
     image = np.full_like(made.problem.data["image"][:BATCH], np.nan)
     image[:6] = made.problem.data["image"][:6]
     batch = {"image": image, "label": made.problem.data["label"][:BATCH]}
-    report, _ = made.gradient(np.array([6, 0]), "psum", batch)
-    assert not report.nonfinite_W.any()
-    assert np.isfinite(report.loss)
+    for transport in ("psum", "hub"):
+        report, _ = made.gradient(np.array([6, 0]), transport, batch)
+        assert not report.nonfinite_W.any()
+        assert np.isfinite(report.loss)
 
 
-@pytest.mark.parametrize("transport", ["psum", pytest.param("hub", marks=pytest.mark.slow)])
+STEPS = [(model, workers, transport) for model, workers in (("mlp", 4), ("cnn", 3), ("transformer", 8))
+         for transport in ("psum", "hub")] + [("mlp", 1, "psum"), ("mlp", 2, "hub"), ("cnn", 8, "hub")]  # fmt: skip
+EARLY = [("mlp", 4, "psum"), ("mlp", 2, "hub"), ("cnn", 3, "psum")]
+
+
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("model", ["mlp", "cnn", pytest.param("transformer", marks=pytest.mark.slow)])
-def test_five_steps_of_momentum_equal_one_device(model, engine, transport):
+@pytest.mark.parametrize(
+    ("model", "workers", "transport"),
+    [pytest.param(*case, marks=[] if case in EARLY else pytest.mark.slow) for case in STEPS],
+)
+def test_five_steps_of_momentum_equal_one_device(model, workers, transport, engine):
     made = problem(model, seed=5)
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9))
     params, losses = reference_run(made, optimizer, BATCH, steps=5)
-    workers = {"mlp": 4, "cnn": 3, "transformer": 8}[model]
     with Trainer(
         made.loss_fn, optimizer, batch_size=BATCH, controller=RandomPlans(1), engine=engine, transport=transport,
         devices=jax.devices()[:workers], capacity=BATCH, rungs=[4, 24] if engine == "chunked" else None,
@@ -160,16 +187,20 @@ def test_five_steps_of_momentum_equal_one_device(model, engine, transport):
     np.testing.assert_allclose(history.losses, losses, rtol=1e-5)
 
 
-@pytest.mark.parametrize("engine", [pytest.param("chunked", marks=pytest.mark.slow), "looped", "masked"])
-def test_five_steps_of_adam_in_float64(engine, float64):
+@pytest.mark.parametrize(
+    ("engine", "transport"),
+    [pytest.param("chunked", "psum", marks=pytest.mark.slow), ("looped", "hub"), ("masked", "psum")],
+)
+def test_five_steps_of_adam_in_float64(engine, transport, float64):
     made = problem("transformer", seed=6, dtype=np.float64)
     params, _ = reference_run(made, optax.adam(1e-2), BATCH, steps=5)
     with Trainer(
-        made.loss_fn, optax.adam(1e-2), batch_size=BATCH, controller=RandomPlans(2), engine=engine,
+        made.loss_fn, optax.adam(1e-2), batch_size=BATCH, controller=RandomPlans(2), engine=engine, transport=transport,
         devices=jax.devices()[:3], capacity=BATCH, rungs=[4, 24] if engine == "chunked" else None,
     ) as trainer:  # fmt: skip
         state, _ = trainer.fit(trainer.init(made.params), made.data, steps=5)
-    assert distance(state.params, params) <= 1e-9
+    moved = jax.tree.map(np.subtract, state.params, made.params)
+    assert distance(moved, jax.tree.map(np.subtract, params, made.params)) <= 1e-9
 
 
 def test_an_extra_sum_over_workers_would_be_noticed(monkeypatch):

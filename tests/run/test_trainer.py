@@ -245,6 +245,50 @@ def test_the_plan_of_a_step_uses_the_timings_up_to_two_steps_before():
     assert calls == ["plan", "plan", 0, "plan", 1, "plan", 2, "plan", 3, 4]
 
 
+def test_the_next_step_is_planned_and_laid_out_while_this_one_computes():
+    made, calls = problem("mlp"), []
+
+    def noting(what, call):
+        return lambda *given, **named: (calls.append(what), call(*given, **named))[1]
+
+    with trainer_for(made) as trainer:
+        state, _ = trainer.fit(trainer.init(made.params), made.data, steps=1)
+        session = trainer._sessions[True]
+        session.engine.start = noting("start", session.engine.start)
+        session.engine.pack = noting("pack", session.engine.pack)
+        session.clocks.wait = noting("wait", session.clocks.wait)
+        trainer.controller.plan = noting("plan", trainer.controller.plan)
+        trainer.fit(state, made.data, steps=3)
+    assert calls == ["plan", "pack", *2 * ["start", "plan", "pack", "wait"], "start", "wait"]
+
+
+def test_neither_a_first_step_nor_one_beside_a_compile_is_timed():
+    made = problem("mlp")
+
+    def hook(record, state):
+        trainer._sessions[True].engine.compiling = record.step == 3
+
+    with trainer_for(made) as trainer:
+        _, history = trainer.fit(trainer.init(made.params), made.data, steps=8, hooks=[hook])
+    timed = [np.isfinite(record.times_W).all() for record in history.records]
+    assert not timed[0]
+    assert not all(timed[3:6])
+    assert all(timed[1:3])
+    assert all(timed[6:])
+
+
+def test_an_evaluation_is_split_like_the_training_steps():
+    made, counts = problem("mlp", samples=240), []
+    with trainer_for(made, batch_size=24, controller="static", speeds=Simulation(constant([3, 1]), 1e-4)) as trainer:
+        state, history = trainer.fit(trainer.init(made.params), made.data, steps=8)
+        trainer.evaluate(state, made.data)
+        engine = trainer._sessions[False].engine
+        pack, engine.pack = engine.pack, lambda *given: (counts.append(given[2].tolist()), pack(*given))[1]
+        trainer.evaluate(state, made.data)
+    assert history.counts[-1].tolist() == [18, 6]
+    assert counts == [[18, 6]] * 10
+
+
 @pytest.mark.slow
 def test_padding_is_charged_and_masked_shows_no_gain():
     """With simulated speeds the rows computed count: a buffer that is always computed whole cannot be balanced."""
@@ -285,6 +329,22 @@ def test_bad_input_gets_a_sentence(options, words):
     made = problem("mlp")
     with pytest.raises(ValueError, match=words), trainer_for(made, **options) as trainer:
         trainer.fit(trainer.init(made.params), made.data, steps=1)
+
+
+def test_no_engine_computes_more_than_max_rows_at_once():
+    made = problem("mlp")
+    with trainer_for(made, engine="looped", max_rows=3) as trainer:
+        state, _ = trainer.fit(trainer.init(made.params), made.data, steps=1)
+        assert trainer._sessions[True].engine.micro == 3
+    for options, words in (
+        ({"engine": "masked", "max_rows": [12, 8]}, "the smallest capacity or max_rows: 8 x 2 workers is less than"),
+        ({"engine": "looped", "rungs": [4]}, "rungs are the chunk sizes of the chunked engine"),
+    ):
+        with (
+            Trainer(made.loss_fn, optax.sgd(0.1), batch_size=BATCH, devices=jax.devices()[:2], **options) as trainer,
+            pytest.raises(ValueError, match=words),
+        ):
+            trainer.fit(state, made.data, steps=1)
 
 
 def test_bad_calls_get_a_sentence():

@@ -46,7 +46,7 @@ def test_one_worker_alone_is_sequential_sgd():
     made, optimizer = problem("mlp", samples=100), optax.sgd(0.1, momentum=0.9)
     params, losses = reference_run(made, optimizer, 24, 15)
     runs = []
-    for sync in ("allreduce", Hogbatch(replay=0), AdaptiveHogbatch(replay=0)):
+    for sync in ("allreduce", Hogbatch(), Hogbatch(replay=0), AdaptiveHogbatch(replay=0)):
         with Trainer(
             made.loss_fn, optimizer, batch_size=24, sync=sync, devices=jax.devices()[:1], rungs=[4, 24]
         ) as trainer:

@@ -277,6 +277,16 @@ def test_a_wish_to_end_that_comes_during_the_compile_counts():
     assert state.cursor == 96
 
 
+def test_capacities_smaller_together_than_the_batch_are_calibrated_with():
+    with Trainer(
+        loss_fn, optax.sgd(0.1), batch_size=48, sync=Hogbatch(), capacity=[4, 16], speeds=[1, 4],
+        devices=jax.devices()[:2],
+    ) as trainer:  # fmt: skip
+        _, history = trainer.fit(trainer.init(first()), MemorySource(data()), epochs=1)
+    assert trainer.simulation.row_time > 0
+    assert sum(int(record.counts_W.sum()) for record in history.records) == 96
+
+
 def test_two_equal_workers_do_twice_the_work_of_one():
     rates = []
     for workers in (1, 2):

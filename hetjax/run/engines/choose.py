@@ -54,7 +54,7 @@ def make_engine(
     """Build an engine; capacities default to what suits it.
 
     chunked: the whole batch. looped: four times an equal share, as its buffer only costs memory. masked: twice an equal
-    share, as it computes its whole buffer.
+    share, as it computes its whole buffer. No engine computes more than `max_rows` at once.
     """
     share = -(-batch // len(workers))
     whole = -(-batch // quantum) * quantum
@@ -72,14 +72,20 @@ def make_engine(
             program, workers, clocks, capacity_W=capacity_W, max_rows_W=max_rows_W, quantum=quantum, **ladder
         )
     smallest = int(capacity_W.min())
+    most = int(per_worker("max_rows", max_rows, smallest, workers).min()) // quantum * quantum
+    if most == 0:
+        raise ValueError(f"max_rows {max_rows} is less than the {quantum} samples that belong together. Raise it.")
+    smallest = min(smallest, most) if name == "masked" else smallest  # it computes its whole buffer at once
     if smallest * len(workers) < batch:
         raise ValueError(
-            f"The {name} engine has one buffer size for all workers, the smallest capacity: {smallest} x "
-            f"{len(workers)} workers is less than batch_size {batch}. Raise the smallest capacity, or use 'chunked'."
+            f"The {name} engine has one buffer size for all workers, the smallest capacity"
+            f"{' or max_rows' if name == 'masked' else ''}: {smallest} x {len(workers)} workers is less than "
+            f"batch_size {batch}. Raise the smallest one, or use 'chunked'."
         )
     if name == "masked":
         return Masked(program, workers, clocks, capacity=smallest, quantum=quantum)
-    return Looped(program, workers, clocks, capacity=smallest, micro=micro or max(16, smallest // 16), quantum=quantum)
+    micro = min(micro or max(16, smallest // 16), most)
+    return Looped(program, workers, clocks, capacity=smallest, micro=micro, quantum=quantum)
 
 
 def per_worker(what: str, given: int | Sequence[int] | None, default: int, workers: Workers) -> np.ndarray:
