@@ -40,23 +40,37 @@ def _stacked(x: Any, workers: Workers) -> jax.Array:
     return jax.make_array_from_callback(x.shape, workers.sharded, lambda part: x[part])
 
 
-def average(state: State) -> State:
-    """The state with one set of parameters, the mean of the workers': of everything that is a float, ema and momenta
-    included. Counters are alike everywhere, and the first one is taken."""
+def average(state: State, weight_N: np.ndarray | None = None) -> State:
+    """The state with one set of parameters, the mean of all sets: of everything that is a float, ema and momenta
+    included. Counters are alike everywhere, and the first one is taken.
+
+    weight_N: what each set counts. Sets that count differently may have made unequal steps: the mean of their counters
+    is rounded.
+    """
     if not state.replicas:
         return state
     first = jax.tree.leaves(state.core)[0]
     on_mesh = isinstance(first, jax.Array) and isinstance(first.sharding, NamedSharding)
     with expected():
-        core = _mean(NamedSharding(first.sharding.mesh, PartitionSpec()) if on_mesh else None)(state.core)
+        mean = _mean(NamedSharding(first.sharding.mesh, PartitionSpec()) if on_mesh else None)
+        core = mean(state.core, None if weight_N is None else weight_N / weight_N.sum())
     return replace(State.of(core, state.step, state.cursor), replicas=0)
 
 
 @functools.cache
 def _mean(place: NamedSharding | None) -> Any:
-    def one(x: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(x.dtype, jnp.floating):
+    def one(x: jax.Array, share_N: jax.Array | None) -> jax.Array:
+        real, counter = (jnp.issubdtype(x.dtype, kind) for kind in (jnp.floating, jnp.signedinteger))
+        if not real and (share_N is None or not counter):
             return x[0]
-        return jnp.mean(x, axis=0, dtype=jnp.promote_types(x.dtype, jnp.float32)).astype(x.dtype)
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        if share_N is None:
+            return jnp.mean(x, axis=0, dtype=wide).astype(x.dtype)
+        share_Nx1 = share_N.astype(wide).reshape(-1, *(1,) * (x.ndim - 1))
+        mean = jnp.sum(share_Nx1 * x.astype(wide), axis=0)
+        return (mean if real else jnp.round(mean)).astype(x.dtype)
 
-    return jax.jit(functools.partial(jax.tree.map, one), out_shardings=place)
+    def all_of(core: Tree, share_N: jax.Array | None) -> Tree:
+        return jax.tree.map(lambda x: one(x, share_N), core)
+
+    return jax.jit(all_of, out_shardings=place)

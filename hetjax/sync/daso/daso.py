@@ -25,6 +25,7 @@ from hetjax.sync.daso.across import AcrossProcesses
 from hetjax.sync.daso.blend import BLENDS
 from hetjax.sync.daso.exchange import Exchange, Stacked
 from hetjax.sync.daso.node import Node
+from hetjax.sync.daso.notes import Notes, from_words
 from hetjax.sync.daso.places import Places, across_processes, in_one_process, own_devices
 from hetjax.sync.daso.reduce import Manner, Nodes
 from hetjax.sync.protocol import Setting
@@ -104,7 +105,7 @@ class Daso:
         places = across_processes(setting.workers) if several else in_one_process(setting.workers, self.nodes)
         self._check(setting, places)
         if int(state.replicas) not in (0, places.nodes):
-            state = average(state)  # has no `more`
+            state = average(state, self._batches(state))  # has no `more`
         if self.sharing is not None:
             self.sharing.limit(gather(setting.capacity), setting.batch)
         self._set_schedule(setting, state)
@@ -128,8 +129,9 @@ class Daso:
         return self.reduce
 
     def answer(self, state: State) -> State:
-        """Over several processes all have to call this, unless the state is already one set."""
-        one = average(state)
+        """The nodes' mean, weighted as in their exchanges. Over several processes all have to call this, unless the
+        state is already one set."""
+        one = average(state, self._batches(state))
         local = lambda x: x.addressable_data(0) if isinstance(x, jax.Array) and not x.is_fully_addressable else x
         return jax.tree.map(local, one)
 
@@ -166,6 +168,16 @@ class Daso:
         return NodeSampler(
             order, jax.process_index(), self.sharing, lambda epoch: self.schedule.blocking(epoch), quantum
         )
+
+    def _batches(self, state: State) -> np.ndarray | None:
+        """The samples that each node has in one step, where the state holds several nodes and they have said so."""
+        words = (state.more or {}).get("notes") if int(state.replicas) else None
+        if words is None or self.manner.faithful:
+            return None
+        batch = lambda row: Notes.of(from_words(np.asarray(row))).batch
+        spread = isinstance(words, jax.Array) and not words.is_fully_addressable
+        batch_N = np.array(gather(batch(_piece(words, 0)[0])) if spread else [batch(row) for row in np.asarray(words)])
+        return batch_N if batch_N.sum() > 0 else None
 
     # -- setting up --
 

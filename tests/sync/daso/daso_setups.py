@@ -106,10 +106,11 @@ class Driven:
     """Nodes of one worker each, moved by gradients that the test gives, without a trainer. Every step has 4 samples
     of the epoch's order, whatever the nodes take of them."""
 
-    def __init__(self, x, optimizer, samples, nodes=4, **options):
+    def __init__(self, x, optimizer, samples, nodes=4, epochs=100, **options):
         workers = Workers.of(jax.devices()[:nodes])
         self.layout = Layout.of(jax.ShapeDtypeStruct(x.shape, x.dtype), (), ())
-        self.setting = Setting(workers, self.layout, Rule(optimizer, None, None), "auto", samples, 4, 0, 100 * samples)
+        rule, end = Rule(optimizer, None, None), epochs * samples
+        self.setting = Setting(workers, self.layout, rule, "auto", samples, 4, 0, end)
         self.options = {"nodes": nodes, **options}
         self.sync = Daso(**self.options)
         self.samples, self.cursor = samples, 0

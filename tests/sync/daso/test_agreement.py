@@ -180,7 +180,7 @@ def test_stopped_after_any_step_it_is_the_same_run(blend):
     with trainer(loss_fn, [6, 2], [1, 1], optax.adam(0.05), **options) as made:
         fresh = made.init(params)
         whole, history = made.fit(fresh, data, epochs=epochs)
-        for asked in (5, 14, 29) if blend == "delta" else (14,):
+        for asked in (1, 5, 14, 29) if blend == "delta" else (1, 14):  # the first one inside the warm-up
             made.sync = Daso(nodes=[1, 1], **options)
             ask = lambda record, state, asked=asked: made.stop() if record.step == asked + 1 else None
             half, first = made.fit(fresh, data, epochs=epochs, hooks=[ask])
@@ -196,20 +196,54 @@ def test_stopped_after_any_step_it_is_the_same_run(blend):
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_other_nodes_go_on_from_the_answer(steps):
-    """After the first step an exchange is under way, which ends with its nodes."""
-    loss_fn, data, params, _ = quadratic()
+    """Weighted by 5, 2 and 1 samples a step. After the first one an exchange is under way, which ends with them."""
+    loss_fn, data, params, gradient = quadratic()
     data, params = {"c": data["c"].astype(np.float32)}, params.astype(np.float32)
     with trainer(loss_fn, COUNTS, SIZES, warm_up=0, cool_down=0) as made:
         state, _ = made.fit(made.init(params), data, steps=steps)  # the nodes are apart
         assert ("sent" in state.more) == (steps == 1)
-        expected = flat(made.answer(state).params)
+        own = per_node(state.params, 3)
+        expected = (5 * own[0] + 2 * own[1] + 1 * own[2]) / 8  # 4 + 1, 2 and 1 samples a step
+        assert np.abs(expected - np.mean(own, axis=0)).max() > 1e-3
+        np.testing.assert_allclose(flat(made.answer(state).params), expected, rtol=1e-5)
+        _, loss = gradient(expected, np.arange(SAMPLES))
+        assert made.evaluate(state, data)["loss"] == pytest.approx(loss / SAMPLES, rel=1e-5)
         saved = made.remember(state)
     state = jax.tree.map(np.asarray, state)
+    with trainer(loss_fn, [4, 4], [1, 1], sync=AllReduce()) as made:
+        np.testing.assert_allclose(flat(made.recall(saved, state).params), expected, rtol=1e-5)
     with trainer(loss_fn, [4, 4], [1, 1], optax.sgd(0.0), warm_up=0, cool_down=0) as made:
         other, _ = made.fit(made.recall(saved, state), data, steps=1)
     assert other.replicas == 2
     for mine in per_node(other.params, 2):
-        np.testing.assert_allclose(mine, expected, rtol=1e-6)
+        np.testing.assert_allclose(mine, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("faithful", "mean", "count"), [(False, -5 / 3, 2), (True, -2, 3)])
+def test_unequal_steps_are_averaged_with_their_counters(faithful, mean, count):
+    """Nodes with 1 and 2 samples a step make 3 steps and 1: by hand, (1 x 3 + 2 x 1) / 3; as published all count alike
+    and the first counter is taken."""
+    options = {"warm_up": 0, "cool_down": 0, "wire": "full", "faithful": faithful}
+    nodes = Driven(np.zeros(2, np.float32), optax.sgd(lambda count: 1.0), samples=400, nodes=2, **options)
+    nodes.sync.schedule.begin_at(0, 1)  # the next exchange comes after these steps
+    one = np.ones(2, np.float32)
+    nodes.step([(one, 1), (2 * one, 2)])
+    for _ in range(2):
+        nodes.step([(one, 1), (0 * one, 0)])
+    np.testing.assert_allclose(nodes.x, [[-3, -3], [-1, -1]])
+    answer = nodes.sync.answer(nodes.reduce.state(3, 12))
+    np.testing.assert_allclose(answer.params, [mean, mean], rtol=1e-6)
+    assert [int(leaf) for leaf in jax.tree.leaves(answer.opt_state)] == [count]
+
+
+@pytest.mark.parametrize(("epochs", "fifth"), [(4, 0), (5, 1), (14, 2), (20, 4), (100, 4)])
+def test_unless_told_all_agree_in_a_fifth_of_the_epochs_at_most_four(epochs, fifth):
+    nodes = Driven(np.zeros(2, np.float32), optax.sgd(0.1), samples=8, nodes=2, epochs=epochs)
+    schedule = nodes.sync.schedule
+    assert (schedule.warm_up, schedule.cool_down, schedule.total) == (fifth, fifth, epochs)
+    assert [schedule.blocking(epoch) for epoch in range(epochs)] == (
+        [True] * fifth + [False] * (epochs - 2 * fifth) + [True] * fifth
+    )
 
 
 def test_what_was_under_way_is_taken_up_with_its_own_weights():
