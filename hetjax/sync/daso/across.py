@@ -125,9 +125,10 @@ class AcrossProcesses:
         if kind == "short":
             self._before = found
         table = from_words(np.asarray(words.addressable_data(0)))
+        size = bytes_sent(kind, leaves, self.nodes)
         if self.link is not None:
-            time.sleep(max(0.0, began + 8 * bytes_sent(kind, leaves, self.nodes) / self.link - time.perf_counter()))
-        return Arrived([x.addressable_data(0) for x in found], table, time.perf_counter() - began)
+            time.sleep(max(0.0, began + 8 * size / self.link - time.perf_counter()))
+        return Arrived([x.addressable_data(0) for x in found], table, time.perf_counter() - began, size)
 
     def _own(self, x: Any) -> jax.Array:
         """This process's part [1, ...] of an array over all nodes."""

@@ -53,6 +53,11 @@ class Daso:
                they can do), 'equal', or 'steps' (the same samples a step, and steps in proportion to speed)
     wait_limit most seconds to wait for a node that is late; link: bits a second of a simulated link between nodes
     faithful   as published: equal weights for all nodes, parameters and not gradients in blocking phases, the slip
+
+    Two things of the original are left out even then, as they are faults of its code and no part of the method. Its
+    local skip: the workers of a node go on apart for some steps, and then the steps of all but one are thrown away. And
+    its bfloat16: parameters are overwritten by what travelled, so that every exchange cuts them down to 8 bits. Here
+    they stay as precise as they were, and differences travel.
     """
 
     name = "daso"

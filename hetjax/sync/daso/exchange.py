@@ -30,6 +30,7 @@ class Arrived:
     leaves: Leaves  # with a leading axis of one
     table: np.ndarray  # [nodes, notes]
     seconds: float = 0.0  # how long it was under way
+    sent: int = 0  # bytes that one node sends for it
 
 
 class Flight(Protocol):
@@ -98,7 +99,7 @@ class Stacked:
             found = self._programs[kind](here, weight_N, self._before if kind == "short" else [])
         if kind == "short":
             self._before = found
-        return _Here(Arrived(found, np.asarray(notes_n)))
+        return _Here(Arrived(found, np.asarray(notes_n), sent=mean.bytes_sent(kind, leaves_n[0], self.nodes)))
 
     def close(self) -> None:
         """There is nothing to end."""

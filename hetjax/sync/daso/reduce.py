@@ -47,6 +47,7 @@ class Entry(NamedTuple):
     beside: int  # local phases that ended while it was under way: they did not wait for it
     seconds: float  # under way
     waited: float  # that the receiving step stood still
+    bytes: int = 0  # that this node sent
 
 
 @dataclass
@@ -85,6 +86,7 @@ class Nodes:
         self.sharing = sharing
         self.journal: list[Entry] = []
         self.steps = 0  # made so far
+        self._at: tuple[int, int] | None = None  # epoch and position in it after the last step
         mesh = Mesh(np.array(leads), (NODE,), axis_types=(AxisType.Auto,))
         self._over_nodes = NamedSharding(mesh, PartitionSpec(NODE))
         ends = np.cumsum([len(node.workers) for node in self.nodes])
@@ -106,7 +108,7 @@ class Nodes:
     ) -> None:
         if weights is not None:
             raise ValueError("DASO counts all samples alike: use a controller without weights of its own.")
-        self.steps += 1
+        self.steps, self._at = self.steps + 1, (at.epoch, at.end)
         if self._pending is not None and not self._pending.flight.done:
             self._pending.beside += 1
         totals_n = [node.add(laps[part], slots[part]) for node, part in zip(self.nodes, self._slices, strict=True)]
@@ -155,10 +157,16 @@ class Nodes:
         return said_n
 
     def _start(self, kind: str, leaves_n: list[Leaves], said_n: list[Notes]) -> Flight:
-        checksum = zlib.crc32(repr(self.schedule.state_dict()).encode()) & 0xFFFFFF
+        checksum = self._checksum()
         weight_n = [1.0 if self.manner.faithful else notes.batch for notes in said_n]
         rows_n = np.array([replace(notes, checksum=checksum).array() for notes in said_n])
         return self.exchange.start(kind, leaves_n, weight_n, rows_n)
+
+    def _checksum(self) -> int:
+        """Of what all nodes have to agree on: where they are, when they exchange, and who takes which samples."""
+        sharing = self.sharing
+        shared = None if sharing is None else (sharing.rule, sharing.capacity_N, sharing.state_dict())
+        return zlib.crc32(repr((self._at, self.schedule.state_dict(), shared)).encode()) & 0xFFFFFF
 
     def _receive(self, pending: _Pending | None, rule: Terms) -> None:
         assert pending is not None
@@ -176,7 +184,7 @@ class Nodes:
         arrived = flight.result()
         waited = time.perf_counter() - asked
         sent, beside = (self.steps, 0) if pending is None else (pending.since, pending.beside)
-        self.journal.append(Entry(sent, self.steps, beside, arrived.seconds, waited))
+        self.journal.append(Entry(sent, self.steps, beside, arrived.seconds, waited, arrived.sent))
         if sent < self.steps:
             for notes in self._notes_n:
                 notes.carried = arrived.seconds
@@ -191,8 +199,9 @@ class Nodes:
         odd = [j for j, notes in enumerate(self._told) if notes.checksum != self._told[0].checksum]
         if odd:
             raise Disagreement(
-                f"Nodes {odd} are at another place of the schedule than node 0: they no longer agree. Check that all "
-                "run the same code, data and configuration, and start again from the last checkpoint."
+                f"Nodes {odd} are at another place of the training or its schedule than node 0, or share the samples "
+                "in another way: they no longer agree. Check that all run the same code, data and configuration, and "
+                "start again from the last checkpoint."
             )
         return arrived
 

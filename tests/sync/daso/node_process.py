@@ -19,6 +19,7 @@ from daso_setups import BATCH, SAMPLES, flat, tanh_net  # noqa: E402
 from sample_log import numbered, telling  # noqa: E402
 
 from hetjax import Simulation, Trainer, checkpoint  # noqa: E402
+from hetjax.run.agree import Disagreement  # noqa: E402
 from hetjax.run.simulate import constant  # noqa: E402
 from hetjax.sync.daso import Daso  # noqa: E402
 
@@ -27,12 +28,12 @@ EPOCHS, WORKERS = 6, len(jax.local_devices()) - 1  # a device carries the exchan
 BYTES = 15 * 2  # of the network's parameters, in 16 bits, between two nodes
 
 
-def made(sync, controller="equal", **options):
+def made(sync, controller="equal", rungs=(1, 8), **options):
     loss_fn, data, params, _ = tanh_net()
     data, params = jax.tree.map(lambda x: x.astype(np.float32), (data, params))
     trainer = Trainer(
         telling(loss_fn, SAMPLES), optax.sgd(0.1, momentum=0.5), batch_size=BATCH, controller=controller, sync=sync,
-        rungs=[1, 8], **options,
+        rungs=rungs, **options,
     )  # fmt: skip
     return trainer, numbered(data), trainer.init(params)
 
@@ -108,6 +109,38 @@ def narrow(folder):
     return run(Daso(between="equal", warm_up=0), epochs=1, capacity=[8, 2][place.process])
 
 
+def apart(folder):
+    """Ended inside an epoch, with 6 and 2 samples a step: what this node holds, and what is made of both."""
+    trainer, data, state = made(Daso(between="equal", warm_up=0), capacity=[8, 2][place.process])
+    with trainer:
+        state, _ = trainer.fit(state, data, steps=3)
+        own = flat([x.addressable_data(0)[0] for x in jax.tree.leaves(state.params)])
+        return {"own": own.tolist(), "answer": flat(trainer.answer(state).params).tolist()}
+
+
+def altered(folder):
+    """Node 1 forgets where it is, in three ways, each in a run of its own: what both are told then."""
+    told = []
+    for what in ("schedule", "rates", "counts"):
+
+        def alter(trainer, record, what=what):
+            sync = trainer.sync
+            if place.process == 0 or record.step != 8:
+                return
+            if what == "schedule":
+                sync.schedule.plateau.bad += 1
+            elif what == "rates":
+                sync.sharing.rate_N[1] *= 1.01
+            else:
+                sync.sharing.controller.counts_W = sync.sharing.controller.counts_W[::-1] + np.array([1, -1])
+
+        try:
+            run(Daso(**OPTIONS), hook=alter, speeds=Simulation(constant([1.0] * WORKERS), row_time=0.002))
+        except Disagreement as error:
+            told.append(str(error))
+    return told
+
+
 def poisoned(folder):
     """A sample that is not finite, for one of the nodes."""
     said, handler = [], logging.Handler()
@@ -130,6 +163,13 @@ def paced(folder):
     return run(sync, epochs=3, speeds=Simulation(constant([speed] * WORKERS), row_time=0.02))
 
 
+def inside(folder):
+    """Node 0 has workers of speeds 1 and 1/4, node 1 one of 1/4: samples between the nodes and in them by speed."""
+    sync = Daso(warm_up=0, cool_down=0)
+    speeds = Simulation(constant([1.0, 0.25] if place.process == 0 else [0.25]), row_time=0.02)
+    return run(sync, epochs=4, controller="balanced", rungs=(1, 2, 4), speeds=speeds)
+
+
 def late(folder):
     """Node 1 stands still for a while."""
     pause = lambda trainer, record: time.sleep(1.5) if record.step == 8 and place.process == 1 else None
@@ -148,7 +188,8 @@ def lost(folder):
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    for job in (whole, stopped, stopped_between, refused, narrow, poisoned, overlapping, paced, late, lost):
+    quick = whole, stopped, stopped_between, refused, narrow, apart, altered, poisoned
+    for job in (*quick, overlapping, paced, inside, late, lost):
         result = job(folder)
         (folder / f"{job.__name__}-{place.process}.json").write_text(json.dumps(result))
     other = folder / f"{lost.__name__}-{1 - place.process}.json"

@@ -72,10 +72,15 @@ def test_it_is_the_run_of_one_process(seen):
     np.testing.assert_array_equal(ours[blocking], theirs[blocking])
 
 
+def records_of(job):
+    """The records of both nodes, step by step."""
+    return list(zip(*(node["records"] for node in job), strict=True))
+
+
 def samples_by_step(job, cycling):
     """The samples that both nodes computed in each step of the epochs in which they have sums of their own."""
     steps = []
-    for pair in zip(*(node["records"] for node in job), strict=True):
+    for pair in records_of(job):
         if pair[0]["epoch"] in cycling:
             parts = [(record["metrics"], sum(record["counts"])) for record in pair]
             steps.append([sample for metrics, count in parts if count for sample in samples_of(metrics, count)])
@@ -111,6 +116,16 @@ def test_nodes_of_unequal_speed(seen):
     assert abs(own_steps[0].max() - own_steps[1].max()) <= 1
 
 
+def test_counts_inside_a_node_follow_its_workers(seen):
+    """With all speeds 1, 1/4 and 1/4 even steps of 8 are 16/3, 4/3 and 4/3 samples; at first all are equal."""
+    assert check_samples(samples_by_step(seen["inside"], range(4)), SAMPLES) == 4
+    counts = np.array([np.concatenate([record["counts"] for record in pair]) for pair in records_of(seen["inside"])])
+    assert counts.shape == (4 * EPOCH, 3)
+    assert counts[0].tolist() == [2, 2, 4]
+    full = counts[2 * EPOCH :][counts[2 * EPOCH :].sum(axis=1) == BATCH]
+    np.testing.assert_allclose(full.mean(axis=0), [16 / 3, 4 / 3, 4 / 3], atol=0.7)
+
+
 def test_a_wish_of_one_node_ends_both_and_they_go_on(seen):
     for stopped, whole in zip(seen["stopped"], seen["whole"], strict=True):
         assert stopped["pending"]
@@ -141,6 +156,20 @@ def test_no_node_gets_more_than_it_can_take(seen):
     assert second == [2] * EPOCH
     assert first == [6] * (EPOCH - 1) + [2]
     assert seen["narrow"][0]["tested"] == pytest.approx(seen["narrow"][1]["tested"])
+
+
+def test_the_answer_inside_an_epoch_is_weighted_by_batch(seen):
+    own = [np.array(node["own"]) for node in seen["apart"]]
+    assert np.abs(own[0] - own[1]).max() > 1e-3
+    for node in seen["apart"]:
+        np.testing.assert_allclose(node["answer"], (6 * own[0] + 2 * own[1]) / 8, rtol=1e-5, atol=1e-7)
+
+
+def test_nodes_that_no_longer_agree_are_found(seen):
+    """On schedule, rates, or who takes how much."""
+    for told in seen["altered"]:
+        assert len(told) == 3
+        assert all("Nodes [1] are at another place" in text for text in told)
 
 
 def test_a_node_that_is_not_finite_is_named(seen):
