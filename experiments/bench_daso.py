@@ -16,6 +16,8 @@ epoch_s           median seconds of an epoch; of daso and local-sgd those of the
 run_s             the whole run, warm-up and cool-down included
 time_to_target_s  training time until the test loss after an epoch is at or below --target
 accuracy          on test data, at the end
+exchanges, bytes  of one node in the whole run; bytes as sent over a ring, so that local-sgd can be checked to send as
+                  much as daso
 
 All are means over seeds. The test data are looked at after the run, so that this takes none of the time.
 """
@@ -24,6 +26,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -38,6 +41,7 @@ from typing import Annotated, Any
 import numpy as np
 import tyro
 from daso_links import Links, LinksRefused
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -48,6 +52,8 @@ from hetjax.launch.quotas import CpuQuota, QuotasRefused, remove_stale
 NODE = Path(__file__).with_name("daso_node.py")
 FASHION = Path("/usr/share/datasets/fashion-mnist")
 SLOW = 0.5  # cores of the last node, where nodes are unequal
+WORTH = 0.1  # of an epoch's time: less is no advantage
+_MBIT = re.compile(r"([\d.e+]+) Mbit/s( \(simulated\))?")
 
 METHODS: dict[str, tuple[str, dict[str, Any], bool]] = {  # sync, its options, unequal nodes
     "allreduce": ("allreduce", {}, False),
@@ -67,7 +73,7 @@ class Options:
     """write the results there; results of other links and methods that are in it already stay"""
     links: str = "25,100,400,1000"
     """Mbit/s, with commas between; 0 for no limit"""
-    methods: str = "allreduce,daso,local-sgd,daso-unequal"
+    methods: str = "allreduce,daso,local-sgd,daso-paper,daso-unequal,allreduce-unequal"
     """of those above, with commas between, or all"""
     nodes: int = 2
     """processes, 2 to 4"""
@@ -193,6 +199,8 @@ def measured(result: dict[str, Any], target: float) -> dict[str, Any]:
         "loss": epochs[-1]["loss"],
         "exchange_s": float(np.median([entry["seconds"] for entry in later])) if later else None,
         "waited_s": float(np.median([entry["waited"] for entry in later])) if later else None,
+        "exchanges": float(result["exchanges"]),
+        "bytes": float(result["bytes"]),
         "curve": [[round(epoch[name], 4) for name in ("until", "loss", "accuracy")] for epoch in epochs],
     }
 
@@ -207,20 +215,62 @@ def over_seeds(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def show(results: dict[str, Any], console: Console) -> None:
+    """The figures, in at most 80 columns; a dash for what was not measured."""
     number = lambda value, digits=2: "-" if value is None else f"{value:.{digits}f}"
     for link, methods in results.items():
-        table = Table(title=f"{link}: seconds; less: than an epoch of all-reduce on these nodes")
-        for column in ("method", "epoch", "less", "run", "target", "accuracy", "exchange", "waited"):
+        table = Table(
+            title=f"{link}: seconds, MB sent; less: than all-reduce on these nodes",
+            box=box.SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+            pad_edge=False,
+        )
+        for column in ("method", "epoch", "less", "run", "target", "acc.", "exch.", "wait", "MB"):
             table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
         for method, told in methods.items():
             beside = methods.get("allreduce-unequal" if "unequal" in method else "allreduce")
-            less = "-" if beside is None else f"{100 * (1 - told['epoch_s'] / beside['epoch_s']):.0f}%"
+            less = "-" if beside is None else f"{100 * _less(told, beside):.0f}%"
             run, target, exchange, waited = (
                 number(told.get(name)) for name in ("run_s", "time_to_target_s", "exchange_s", "waited_s")
             )
-            accuracy = number(told["accuracy"], 4)
-            table.add_row(method, number(told["epoch_s"]), less, run, target, accuracy, exchange, waited)
+            accuracy, size = number(told["accuracy"], 4), "-" if "bytes" not in told else number(told["bytes"] / 1e6, 0)
+            table.add_row(method, number(told["epoch_s"]), less, run, target, accuracy, exchange, waited, size)
         console.print(table)
+
+
+def _less(told: dict[str, Any], beside: dict[str, Any]) -> float:
+    return 1 - told["epoch_s"] / beside["epoch_s"]
+
+
+def where_it_ends(results: dict[str, Any]) -> list[str]:
+    """At which bandwidth daso no longer makes epochs 10% shorter than all-reduce: a sentence for real links and one for
+    simulated ones, where there are several."""
+    said = []
+    for kind in ("", " (simulated)"):
+        less = {}
+        for link, methods in results.items():
+            found = _MBIT.fullmatch(link)
+            if found is not None and (found[2] or "") == kind and {"allreduce", "daso"} <= set(methods):
+                less[float(found[1])] = _less(methods["daso"], methods["allreduce"])
+        if len(less) > 1:
+            said.append(_end_of(less, kind))
+    return said
+
+
+def _end_of(less: dict[float, float], kind: str) -> str:
+    """less: by Mbit/s, the share of an epoch's time that is saved."""
+    links = sorted(less)
+    tell = lambda mbit: f"{mbit:g} Mbit/s{kind} ({100 * less[mbit]:.0f}% less)"
+    worth = [mbit for mbit in links if less[mbit] >= WORTH]
+    if not worth:
+        return f"No link was slow enough for daso to make epochs 10% shorter: {tell(links[0])}."
+    if worth[-1] == links[-1]:
+        return f"Epochs of daso are at least 10% shorter than those of all-reduce up to {tell(links[-1])}."
+    last, beyond = worth[-1], links[links.index(worth[-1]) + 1]
+    part = (less[last] - WORTH) / (less[last] - less[beyond])
+    return (
+        "The advantage of daso over all-reduce, epochs at least 10% shorter, ends at about "
+        f"{float(f'{last * (beyond / last) ** part:.2g}'):g} Mbit/s, between {tell(last)} and {tell(beyond)}."
+    )
 
 
 def main(asked: Options) -> int:
@@ -257,6 +307,8 @@ def main(asked: Options) -> int:
                 if asked.json is not None:
                     asked.json.write_text(json.dumps(results, indent=1))
     show(results, console)
+    for sentence in where_it_ends(results):
+        console.print(sentence, highlight=False)
     return 0
 
 

@@ -25,6 +25,7 @@ from hetjax.models.losses import classification  # noqa: E402
 from hetjax.run.contract import Example  # noqa: E402
 from hetjax.sync.allreduce import AllReduce  # noqa: E402
 from hetjax.sync.daso import Daso  # noqa: E402
+from hetjax.sync.daso.mean import bytes_sent  # noqa: E402
 from hetjax.trainer import Trainer  # noqa: E402
 
 LAYERS = (784, 1024, 256, 10)  # 1,068,810 parameters
@@ -90,7 +91,8 @@ def main(orders: dict[str, Any]) -> None:
             held.append(jax.tree.map(one, state.params))
 
     with trainer:
-        trainer.fit(trainer.init(init_mlp(seed)), train, epochs=orders["epochs"], hooks=[keep])
+        state, _ = trainer.fit(trainer.init(init_mlp(seed)), train, epochs=orders["epochs"], hooks=[keep])
+        steps = int(state.step)
     if place.first:
         blocking = lambda e: not isinstance(sync, Daso) or sync.schedule.blocking(e)
         starts = [0.0, *seconds[:-1]]
@@ -99,7 +101,11 @@ def main(orders: dict[str, Any]) -> None:
             for e, (start, end, params) in enumerate(zip(starts, seconds, held, strict=True))
         ]
         journal = [entry._asdict() for entry in sync.reduce.journal] if isinstance(sync, Daso) else []
-        print("result", json.dumps({"epochs": epochs, "journal": journal}), flush=True)
+        exchanges, size = len(journal), sum(entry["bytes"] for entry in journal)
+        if not isinstance(sync, Daso):  # gradients, in every step
+            exchanges, size = steps, steps * bytes_sent("total", jax.tree.leaves(held[0]), jax.process_count())
+        told = {"epochs": epochs, "journal": journal, "exchanges": exchanges, "bytes": size}
+        print("result", json.dumps(told), flush=True)
     leave(0, together=True)
 
 

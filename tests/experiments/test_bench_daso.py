@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 import bench_daso
 import pytest
 from daso_links import Links, LinksRefused
+from rich.console import Console
 
 pytestmark = pytest.mark.slow
 
@@ -26,13 +28,45 @@ def test_figures_by_hand():
         {"sent": 1, "received": 1, "beside": 0, "seconds": 5.0, "waited": 5.0},
         {"sent": 2, "received": 4, "beside": 2, "seconds": 0.4, "waited": 0.1},
     ]
-    told = bench_daso.measured({"epochs": epochs, "journal": journal}, target=0.6)
+    told = bench_daso.measured({"epochs": epochs, "journal": journal, "exchanges": 2, "bytes": 500}, target=0.6)
     assert (told["epoch_s"], told["run_s"], told["time_to_target_s"]) == (2.5, 14.0, 11.0)
     assert (told["accuracy"], told["exchange_s"], told["waited_s"]) == (0.5, 0.4, 0.1)
-    other = bench_daso.measured({"epochs": epochs, "journal": []}, target=0.1)
+    other = bench_daso.measured({"epochs": epochs, "journal": [], "exchanges": 4, "bytes": 700}, target=0.1)
     both = bench_daso.over_seeds([told, other])
     assert (both["epoch_s"], both["time_to_target_s"], both["seeds"]) == (2.5, None, 2)
+    assert (both["exchanges"], both["bytes"]) == (3, 600)
     assert "exchange_s" not in both
+
+
+def links_with(*epochs, kind=""):
+    """Results of links: Mbit/s, and an epoch of all-reduce and of daso."""
+    told = lambda seconds: {"epoch_s": seconds, "run_s": 9.0, "time_to_target_s": None, "accuracy": 0.8456}
+    return {f"{mbit} Mbit/s{kind}": {"allreduce": told(a), "daso": told(d)} for mbit, a, d in epochs}
+
+
+def test_where_the_advantage_ends():
+    """From 30% less to 10% more the share passes 10% half-way, which is at 200 between 100 and 400."""
+    (said,) = bench_daso.where_it_ends(links_with((400, 1.0, 1.1), (100, 2.0, 1.4), (25, 6.0, 1.5)))
+    assert "ends at about 200 Mbit/s, between 100 Mbit/s (30% less) and 400 Mbit/s (-10% less)" in said
+    (said,) = bench_daso.where_it_ends(links_with((25, 6.0, 1.5), (1000, 1.0, 0.8)))
+    assert said.endswith("shorter than those of all-reduce up to 1000 Mbit/s (20% less).")
+    (said,) = bench_daso.where_it_ends(links_with((25, 1.0, 0.95), (1000, 1.0, 1.0), kind=" (simulated)"))
+    assert said == "No link was slow enough for daso to make epochs 10% shorter: 25 Mbit/s (simulated) (5% less)."
+    real, simulated = links_with((25, 6.0, 1.5)), links_with((100, 2.0, 1.4), kind=" (simulated)")
+    assert bench_daso.where_it_ends(real | simulated) == []  # one of each kind: no row of links
+
+
+def test_the_table_fits_80_columns_with_results_of_an_older_version():
+    results = links_with((25, 106.0, 21.5))
+    (methods,) = results.values()
+    methods |= {"daso-unequal-steps": methods["daso"] | {"exchange_s": 0.77, "waited_s": 0.5, "run_s": 1234.5}}
+    methods["allreduce"] |= {"bytes": 98_765e6, "time_to_target_s": 1234.5}
+    console = Console(width=80, record=True)
+    bench_daso.show(results, console)
+    told = {line.split()[0]: line.split()[1:] for line in console.export_text().splitlines() if line.strip()}
+    assert told["allreduce"] == ["106.00", "0%", "9.00", "1234.50", "0.8456", "-", "-", "98765"]
+    assert told["daso"][-1] == "-"
+    assert told["daso-unequal-steps"] == ["21.50", "-", "1234.50", "-", "0.8456", "0.77", "0.50", "-"]
 
 
 def namespaces():
@@ -107,6 +141,8 @@ def test_a_quick_run(tmp_path):
     ((link, methods),) = json.loads(path.read_text()).items()
     assert link.startswith("100 Mbit/s")
     assert set(methods) == {"allreduce", "daso"}
+    assert methods["allreduce"]["exchanges"] == 12
+    assert methods["allreduce"]["bytes"] == 12 * 4 * 1_068_810
     for told in methods.values():
         assert 0 < told["epoch_s"] < told["run_s"] < time.time() - began
         assert 0.2 < told["accuracy"] <= 1
@@ -115,3 +151,27 @@ def test_a_quick_run(tmp_path):
     assert left == ""
     if shutil.which("ip"):
         assert f"hetjax-{bench.pid}-" not in namespaces()
+
+
+def test_where_links_are_refused_they_are_simulated(monkeypatch, tmp_path, capsys):
+    """As many exchanges as daso, as large, is what local-sgd makes; and it waits for each."""
+
+    class Refused:
+        def __init__(self, nodes):
+            raise LinksRefused("Only root may make network namespaces.")
+
+    path, before = tmp_path / "daso.json", signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(bench_daso, "Links", Refused)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    try:
+        assert bench_daso.main(bench_daso.Options(json=path, methods="daso,local-sgd", quick=True)) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert "Links are simulated: Only root may make network namespaces." in capsys.readouterr().out
+    ((link, methods),) = json.loads(path.read_text()).items()
+    assert link == "100 Mbit/s (simulated)"
+    daso, local = methods["daso"], methods["local-sgd"]
+    assert (local["exchanges"], local["bytes"]) == (daso["exchanges"], daso["bytes"])
+    assert local["run_s"] > 8 * local["bytes"] / 100e6
+    assert 0.2 < local["accuracy"] <= 1
