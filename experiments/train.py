@@ -6,14 +6,14 @@
     python experiments/train.py --help
 
 From top to bottom: configuration, processes, devices, then for each run data, model, trainer, run folder; a table at
-the end. The flags are in train_config.py, what they mean in train_setup.py, the output in train_output.py.
+the end. The flags are in train_config.py, what they mean in train_setup.py, the output in train_output.py, what
+becomes of an earlier run in the same folder in train_takeover.py.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 import traceback
 from collections.abc import Sequence
@@ -28,6 +28,7 @@ import train_output
 import train_setup
 from rich.console import Console
 from train_config import Config
+from train_takeover import CHECKPOINTS, Takeover
 
 from hetjax import checkpoint, watch
 from hetjax.history import History
@@ -42,7 +43,6 @@ from hetjax.run.update import State
 from hetjax.strategies import Strategy, resolve
 from hetjax.trainer import NonFiniteError, Trainer
 
-CHECKPOINTS = "checkpoints"
 OF_A_PROCESS = ("devices", "capacity", "out", "tensorboard", "wandb")  # what processes of one run may differ in
 
 
@@ -58,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     train_output.quiet_logs(console, debug)
     try:
         config = read_config(arguments)
-        place = initialise(config.processes.coordinator, config.processes.processes, config.processes.process)
+        asked = config.processes
+        place = initialise(asked.coordinator, asked.processes, asked.process, start_limit=asked.start_limit)
         console.quiet = not place.first
         run(config, place.processes, heartbeat.from_environment(), console)
     except Stopped as stopped:
@@ -92,11 +93,10 @@ def read_config(arguments: Sequence[str]) -> Config:
         return train_config.parse(arguments, default)
     folder = Path(out) if out is not None else default.folder
     path = folder / "config.json"
-    if path.is_file() and path.stat().st_mtime < float(os.environ.get(STARTED, 0)):  # a run that this one replaces
+    of_another = path.is_file() and path.stat().st_mtime < float(os.environ.get(STARTED, 0))
+    if of_another or (RESTART in os.environ and not path.is_file()):  # the launcher said --resume; nothing had begun
         return train_config.parse([flag for flag in arguments if flag != "--resume"], default)
     if not path.is_file():
-        if RESTART in os.environ:  # the launcher's: it was not the user who asked, and the run had hardly begun
-            return train_config.parse(arguments, default)
         raise ValueError(f"There is no run to resume in {folder}: it holds no config.json. Give its folder by --out.")
     saved = train_config.with_values(default, json.loads(path.read_text(encoding="utf-8")))
     config = train_config.parse(arguments, train_config.one_length(arguments, saved))
@@ -113,21 +113,18 @@ def run(config: Config, processes: int, heart: Heartbeat | None, console: Consol
     train_blocks.check_flags(config)
     if not config.compares:
         name, strategy = resolve(**method)
-        summary = train(config, name, strategy, folder, devices, simulation, heart, console)
+        summary = train(config, name, strategy, folder, [folder], devices, simulation, heart, console)
         if jax.process_index() != 0:
             return
         drawn = watch.report(folder)
         train_output.show_table([(name, summary)], console)
         train_output.show_paths(folder / "run.png", drawn.page, console)
         return
-    names = ("equal", "balanced")
-    if not config.output.resume:
-        forget(*(folder / name for name in names))
-    train_output.write_config(config, folder)
-    summaries = []
-    for name in names:
+    names, summaries = ("equal", "balanced"), []
+    places = [folder / name for name in names]
+    for k, name in enumerate(names):
         _, strategy = resolve(**(method | {"preset": name}))
-        summary = train(config, name, strategy, folder / name, devices, simulation, heart, console)
+        summary = train(config, name, strategy, places[k], places[k:], devices, simulation, heart, console)
         if simulation is not None:  # the row time of the first run holds for both
             simulation = replace(simulation, row_time=summary["row_time"], step=0, phases=0, overruns=0)
         summaries.append((name, summary))
@@ -144,25 +141,30 @@ def train(
     name: str,
     strategy: Strategy,
     folder: Path,
+    replaces: Sequence[Path],
     devices: list[jax.Device],
     simulation: Simulation | None,
     heart: Heartbeat | None,
     console: Console,
 ) -> dict[str, Any]:
-    """One run into its folder; its summary. Only the first process writes, all have to see the folder."""
+    """One run into its folder; its summary. Only the first process writes, all have to see the folder.
+
+    What earlier runs left there and in the other folders that it `replaces` is gone after its first step.
+    """
     if config.output.resume and (folder / "summary.json").is_file():
         console.print(f"{name}: finished already, see {folder}", soft_wrap=True, highlight=False)
         return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     task = train_setup.make_task_of(config)
     steps, epochs = train_setup.duration(config)
     total_steps = steps or -(-len(task.train) // config.data.batch_size) * epochs
+    partition = train_blocks.partition_of(config, strategy, task, devices, simulation, folder, console)
     trainer = Trainer(
         task.model.loss_fn,
         train_setup.optimizer(config, total_steps, scheduled=not strategy.asynchronous),
         eval_fn=task.model.eval_fn,
         batch_size=config.data.batch_size,
         controller=strategy.make_controller(),
-        partition=train_blocks.partition_of(config, strategy, task, devices, simulation, folder, console),
+        partition=partition,
         sync=train_setup.make_sync(config, strategy, total_steps),
         engine=strategy.engine,
         devices=devices,
@@ -178,7 +180,6 @@ def train(
         row_time = lambda: trainer.simulation and trainer.simulation.row_time
         told = "compiling" if state.step == 0 else f"compiling; goes on after step {state.step}"
         console.print(f"{name}: {len(devices)} workers, {told}", highlight=False)
-        train_output.write_config(config, folder)
         tracker = train_output.trackers(config, name, folder, state.step)
         saver = checkpoint.Saver(
             folder / CHECKPOINTS,
@@ -192,8 +193,9 @@ def train(
                 "config": config.flat(),
             },
         )
-        hooks = [watch.Follow(tracker, seconds=seconds), saver, interrupt, watch.Progress(name, console=console)]
-        hooks += [] if heart is None else [heart]
+        takeover = Takeover(config, folder, replaces, partition)
+        hooks = [takeover, watch.Follow(tracker, seconds=seconds), saver, interrupt]
+        hooks += [watch.Progress(name, console=console), *([] if heart is None else [heart])]
         history = History(engine=strategy.engine, workers=len(devices))
         with train_output.log_file(folder, "a" if state.step else "w"), saver:
             if left(state) > 0:
@@ -201,10 +203,11 @@ def train(
                 try:
                     state, history = trainer.fit(state, task.train, hooks=hooks, **length)
                 except NonFiniteError as error:
-                    raise NonFiniteError(f"{error} {train_output.last_checkpoint(folder / CHECKPOINTS)}") from error
+                    raise NonFiniteError(f"{error} {takeover.last_checkpoint()}") from error
                 if history.records:  # a run without a barrier may be stopped before anything is finished
                     saver.save(history.records[-1], state)
                 saver.close()
+            takeover.now()
             if left(state) > 0:
                 tracker.close()
                 if not state.step:
@@ -230,7 +233,6 @@ def train(
 def beginning(config: Config, trainer: Trainer, fresh: State, folder: Path) -> tuple[State, float]:
     """The state to start from and the seconds already spent: nothing, or what the last checkpoint says."""
     if not config.output.resume:
-        forget(folder)
         return fresh, 0.0
     found = checkpoint.restore_latest(folder / CHECKPOINTS, fresh, trainer)
     if found is None:
@@ -238,14 +240,6 @@ def beginning(config: Config, trainer: Trainer, fresh: State, folder: Path) -> t
     if trainer.simulation is not None:
         trainer.simulation.row_time = found.extra["row_time"]
     return found.state, found.extra["seconds"]
-
-
-def forget(*folders: Path) -> None:
-    """Remove what a resumed run would go by: of another run, that this one takes the place of."""
-    if jax.process_index() == 0:
-        for folder in folders:
-            shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
-            (folder / "summary.json").unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def partition_of(
     rates_W = rates(config, task, devices, simulation)
     if len(rates_W) != len(devices):
         raise ValueError(f"There are {len(rates_W)} rates for {len(devices)} workers: give one each.")
-    return shared_blocks(lambda: cut(config, task, before, rates_W, kept, console))
+    return shared_blocks(lambda: cut(config, task, before, rates_W, console))
 
 
 def from_file(path: Path, task: Task) -> Blocks:
@@ -103,8 +103,8 @@ def wanted(config: Config) -> dict[str, Any]:
     }
 
 
-def cut(config: Config, task: Task, before: Blocks | None, rates_W: np.ndarray, kept: Path, console: Console) -> Blocks:
-    """Blocks for these rates, kept in a file: from earlier ones with few samples moved, or from scratch."""
+def cut(config: Config, task: Task, before: Blocks | None, rates_W: np.ndarray, console: Console) -> Blocks:
+    """Blocks for these rates: from earlier ones with few samples moved, or from scratch."""
     if before is not None and _alike(before.rates_W, rates_W):
         return before
     settings, rule = wanted(config), "min-block" if config.method.faithful else "auto"
@@ -123,8 +123,6 @@ def cut(config: Config, task: Task, before: Blocks | None, rates_W: np.ndarray, 
     sizes, by_rate = blocks.sizes_W.tolist(), ", ".join(f"{rate:.3g}" for rate in rates_W)
     said = f"blocks of {sizes} samples for rates {by_rate} ({blocks.settings['name']}){told}"
     console.print(said, soft_wrap=True, highlight=False)
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    blocks.save(kept)
     return blocks
 
 

@@ -194,6 +194,8 @@ class Processes:
     """how many there are"""
     process: Whole = None
     """which one this is, from 0"""
+    start_limit: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 60.0
+    """until all have to be there"""
 
 
 @dataclass(frozen=True)
@@ -254,7 +256,7 @@ class Config:
         groups = (getattr(self, group.name) for group in _groups())
         values = {name: value for group in groups for name, value in dataclasses.asdict(group).items()}
         values["config"] = self.config
-        for how in ("resume", "debug", "coordinator", "processes", "process"):
+        for how in ("resume", "debug", "coordinator", "processes", "process", "start_limit"):
             del values[how]
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 

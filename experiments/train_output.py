@@ -95,9 +95,9 @@ def summary(
     }
 
 
-def last_checkpoint(folder: Path) -> str:
-    """For somebody whose run has ended badly: from where it can go on."""
-    found = checkpoint.latest(folder)
+def last_checkpoint(folder: Path | None) -> str:
+    """For somebody whose run has ended badly: from where it can go on; None: it has no checkpoints yet."""
+    found = None if folder is None else checkpoint.latest(folder)
     return "There is no checkpoint from before." if found is None else f"The last checkpoint from before is {found}."
 
 

@@ -14,7 +14,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -31,6 +32,7 @@ from hetjax.launch.variables import BIND, COORDINATOR, PROCESS, PROCESSES
 
 _BY_HAND = ("its arguments", "the launcher")
 _ROLL = "hetjax/processes"
+_SILENT = 5.0  # seconds of waiting about which nothing is said
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ def initialise(
     place = find_place(coordinator, processes, process, os.environ)
     if place.processes == 1:
         return place
+    if not start_limit > 0:
+        raise ValueError(f"The limit on the start is {start_limit} s: give more than 0, such as 60.")
     if jax.distributed.is_initialized():
         raise RuntimeError("initialise() was called before: once is enough, at the start of the program.")
     _limit_collectives(wait_limit)
@@ -82,10 +86,12 @@ def initialise(
     if place.first:
         check_free(bind or f"0.0.0.0:{port}")
     else:
-        wait_until_reachable(place.coordinator, start_limit)
+        with _said_when_slow(f"for process 0 at {place.coordinator}, for at most {start_limit:g} s", place):
+            wait_until_reachable(place.coordinator, start_limit)
     _gloo_on(own_address_towards(place.coordinator))
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    with _impatience(place, start_limit):
+    told = f"at {place.coordinator} until all {place.processes} are there, for at most {start_limit:g} s"
+    with _said_when_slow(told, place), _impatience(place, start_limit):
         jax.distributed.initialize(
             place.coordinator,
             place.processes,
@@ -256,6 +262,19 @@ def _agree_on_number(place: Place, limit: float) -> None:
                 f"Process {place.process} was told that there are {place.processes} processes, process {other} that "
                 f"there are {number}. Start all with the same number."
             )
+
+
+@contextmanager
+def _said_when_slow(what: str, place: Place) -> Iterator[None]:
+    """Tells once for what the body waits, if it waits for long."""
+    told = f"Process {place.process} waits {what}."
+    timer = threading.Timer(_SILENT, print, (told,), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class _impatience:

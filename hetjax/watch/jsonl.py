@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from hetjax.watch.tracker import Row, plain
 
@@ -18,27 +18,36 @@ class JsonlTracker:
     """Writes a line per step and hands it to the operating system at once: a kill loses at most the line in writing.
 
     `done` is the number of steps that a resumed run has behind it: their lines are kept, later ones (and a half-written
-    last one) go, because they are about to happen again. 0 starts afresh.
+    last one) go, because they are about to happen again. 0 starts afresh. What is there already changes with the first
+    row: a run that comes to none leaves that of an earlier one as it was.
     """
 
     def __init__(self, folder: str | Path, *, done: int = 0):
-        self.folder = Path(folder)
+        self.folder, self._done = Path(folder), done
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / METRICS
-        if path.exists():
-            _keep_until(path, done)
-        (self.folder / SUMMARY).unlink(missing_ok=True)  # the summary of an earlier run must not outlive its metrics
-        self._file = path.open("a", encoding="utf-8")
+        (self.folder / METRICS).open("a").close()  # whether it can be written to is better known now
+        self._file: TextIO | None = None
 
     def log(self, step: int, row: Row) -> None:
-        self._file.write(json.dumps({"step": step, **plain(row)}) + "\n")
-        self._file.flush()
+        file = self._begun()
+        file.write(json.dumps({"step": step, **plain(row)}) + "\n")
+        file.flush()
 
     def summary(self, values: Row) -> None:
+        self._begun()
         write_json(self.folder / SUMMARY, values)
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+
+    def _begun(self) -> TextIO:
+        """The file, rid of rows of other runs; the summary of an earlier run does not outlive its metrics."""
+        if self._file is None:
+            _keep_until(self.folder / METRICS, self._done)
+            (self.folder / SUMMARY).unlink(missing_ok=True)
+            self._file = (self.folder / METRICS).open("a", encoding="utf-8")
+        return self._file
 
 
 def write_json(path: Path, values: Row) -> None:

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -11,7 +13,8 @@ import train_config
 import train_setup
 
 from hetjax import watch
-from hetjax.run import agree
+from hetjax.launch.meeting_point import free_port
+from hetjax.run import agree, distributed
 from hetjax.run.agree import Disagreement
 from hetjax.watch import read_run
 
@@ -138,6 +141,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_nothing_had_happened(tmp_path, who
         (["--norm", "batch"], "The mlp has no option 'norm'"),
         (["--config", "nonsense"], "There is no experiment 'nonsense'"),
         (["--resume"], "There is no run to resume"),
+        (["--coordinator", "node0:9", "--processes", "2", "--process", "1", "--start-limit", "0"], "is 0.0 s: give"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_answered_by_a_sentence(flags, sentence, tmp_path, capsys):
@@ -155,6 +159,18 @@ def test_what_another_start_may_mend_is_no_mistake_of_the_user(error, tmp_path, 
     monkeypatch.setattr(train, "run", fail)
     assert train.main(["--out", str(tmp_path)]) == 1
     assert capsys.readouterr().err == f"error: {error}\n"
+
+
+def test_a_coordinator_that_is_not_there(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # to which limits are added
+    monkeypatch.setattr(distributed, "_SILENT", 0.1)
+    address, began = f"127.0.0.1:{free_port('127.0.0.1')}", time.monotonic()
+    flags = ["--coordinator", address, "--processes", "2", "--process", "1", "--start-limit", "0.5"]
+    assert train.main([*flags, "--out", str(tmp_path)]) == 1
+    assert time.monotonic() - began < 5
+    waits, error = capsys.readouterr().err.splitlines()
+    assert waits == f"Process 1 waits for process 0 at {address}, for at most 0.5 s."
+    assert f"The coordinator {address} cannot be reached" in error
 
 
 def test_processes_with_other_flags_are_told(tmp_path, monkeypatch, capsys):
@@ -184,9 +200,40 @@ def test_started_again_before_it_had_begun_a_run_does_not_go_on_with_the_one_it_
     monkeypatch.setenv("HETJAX_STARTED", str(written - 1))
     with pytest.raises(ValueError, match="was started with batch_size=64"):
         train.read_config(again)
-    train.forget(tmp_path)
-    assert not (tmp_path / "summary.json").exists()
-    assert not (tmp_path / "checkpoints").exists()
+
+
+def files(folder):
+    """All that a run is resumed or shown from."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "log.txt"}
+
+
+@pytest.mark.parametrize("method", [["--strategy", "equal"], []], ids=["one run", "a comparison"])
+def test_a_run_that_cannot_be_set_up_leaves_the_earlier_one_as_it_was(method, tmp_path, monkeypatch):
+    """Nor is that one picked up by a run that is started again; the first step of a new run ends it."""
+    run = [*TINY, *method, "--out", str(tmp_path)]
+    assert train.main([*run, "--steps", "3"]) == 0
+    before = files(tmp_path)
+    assert any("step_00000003" in str(path) for path in before)
+    for wrong in (["--capacity", "1"], ["--wandb", "nowhere"], ["--save-steps", "0"], ["--seed", "1"]):
+        with monkeypatch.context() as patched:
+            patched.setitem(sys.modules, "wandb", None)  # as if it were not installed
+            if "--seed" in wrong:
+                patched.setattr(train.Trainer, "fit", refuse)  # at the last moment before the first step
+            assert train.main([*run, *wrong]) == 2
+        assert files(tmp_path) == before
+    monkeypatch.setenv("HETJAX_RESTART", "1")
+    monkeypatch.setenv("HETJAX_STARTED", str(time.time()))
+    assert train.main([*run, "--steps", "2", "--resume"]) == 0
+    after = files(tmp_path)
+    assert any("step_00000002" in str(path) for path in after)
+    assert not any("step_00000003" in str(path) or "replaced" in str(path) for path in after)
+    last = tmp_path if method else tmp_path / "balanced"
+    assert json.loads((last / "summary.json").read_text())["steps"] == 2
+    assert len((last / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def refuse(*_, **__):
+    raise OSError("The disk is full.")
 
 
 def test_a_resumed_run_must_be_the_same_training(tmp_path, capsys):

@@ -59,10 +59,20 @@ def test_a_resumed_run_continues_where_it_was(tmp_path):
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "los')  # killed here
     tracker = JsonlTracker(tmp_path, done=3)
-    assert not (tmp_path / "summary.json").exists()
     tracker.log(4, {"loss": 40})
+    assert not (tmp_path / "summary.json").exists()
     tracker.close()
     assert [(row["step"], row["loss"]) for row in lines(tmp_path)] == [(1, 1), (2, 2), (3, 3), (4, 40)]
+
+
+def test_a_run_that_comes_to_no_row_leaves_the_earlier_one_as_it_was(tmp_path):
+    tracker = JsonlTracker(tmp_path)
+    tracker.log(1, {"loss": 5})
+    tracker.summary({"steps": 1})
+    tracker.close()
+    JsonlTracker(tmp_path).close()
+    assert lines(tmp_path) == [{"step": 1, "loss": 5}]
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"steps": 1}
 
 
 def test_a_new_run_does_not_keep_the_old_one(tmp_path):

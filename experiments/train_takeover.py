@@ -1,0 +1,64 @@
+"""A folder changes hands: what an earlier run left in it stays until the new one has shown that it can train."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import train_blocks
+import train_output
+from train_config import Config
+
+from hetjax.plan.blocks import Blocks
+
+CHECKPOINTS = "checkpoints"
+_REPLACED = "replaced_checkpoints"
+
+
+class Takeover:
+    """A hook of `fit`, before all others: at the first finished step it removes what a resumed run would go by of the
+    runs in `replaces`, and then writes the new configuration.
+
+    Whatever goes wrong before leaves checkpoints, summary and configuration of the earlier run as they were. A program
+    that dies in between leaves an old configuration, from which a run that is started again takes nothing.
+    """
+
+    def __init__(self, config: Config, folder: Path, replaces: Sequence[Path], partition: str | Blocks):
+        self.config, self.folder, self.partition = config, folder, partition
+        self.replaces = () if config.output.resume else replaces
+        self.done = False
+
+    def __call__(self, record: Any, state: Any) -> None:
+        self.now()
+
+    def now(self) -> None:
+        """The folder is the new run's, if it was not yet."""
+        if self.done:
+            return
+        self.done = True
+        if jax.process_index() != 0:
+            return
+        for folder in self.replaces:
+            forget(folder)
+        if isinstance(self.partition, Blocks) and self.config.submodular.blocks is None:
+            self.partition.save(self.folder / train_blocks.FILE)
+        for folder in dict.fromkeys((self.config.folder, self.folder)):
+            train_output.write_config(self.config, folder)
+
+    def last_checkpoint(self) -> str:
+        """From where a run that has ended badly can go on; the checkpoints of another run do not count."""
+        own = self.done or self.config.output.resume
+        return train_output.last_checkpoint(self.folder / CHECKPOINTS if own else None)
+
+
+def forget(folder: Path) -> None:
+    """Remove what a resumed run would go by; where the folder cannot be changed, nothing."""
+    replaced = folder / _REPLACED
+    if (folder / CHECKPOINTS).is_dir():
+        shutil.rmtree(replaced, ignore_errors=True)
+        (folder / CHECKPOINTS).rename(replaced)
+    (folder / "summary.json").unlink(missing_ok=True)
+    shutil.rmtree(replaced, ignore_errors=True)
