@@ -26,7 +26,7 @@ from hetjax.run.update import State
 from hetjax.run.workers import Workers
 
 AnySampler = Sampler | ProportionalSampler | BlockSampler | NodeSampler
-_MARGIN_SHARE = 8  # rows are fetched ahead with a margin of an eighth of the batch around a process's slice
+_MARGIN_SHARE = 8  # rows are fetched ahead with a margin of an eighth of a process's slice on both sides of it
 
 
 @dataclass
@@ -121,8 +121,7 @@ class Loop:
         packed = self.session.engine.pack(rows, step, plan.counts_W, self.seed)
         following = self.sampler.ahead(cursor + step.advance) if cursor + step.advance < end else None
         if following is not None:
-            margin = self.sampler.batch // _MARGIN_SHARE
-            self.feed.prepare(following.epoch, *own_span(self.workers, plan, following, margin))
+            self.feed.prepare(following.epoch, *own_span(self.workers, plan, following, _MARGIN_SHARE))
         return Flight(step, plan, limits.work(plan.counts_W)), packed
 
     def _report(self, flight: Flight, step: int) -> Report:
@@ -154,14 +153,15 @@ class Loop:
         ]
 
 
-def own_span(workers: Workers, plan: Plan, step: Step, margin: int = 0) -> tuple[int, int]:
-    """Positions of an epoch that this process computes under a plan, with a margin, within the step.
+def own_span(workers: Workers, plan: Plan, step: Step, margin_share: int | None = None) -> tuple[int, int]:
+    """Positions of an epoch that this process computes under a plan, with a margin of that share, within the step.
 
     At least one, for padding is made of real rows.
     """
     if not workers.several_processes:
         return step.start, max(step.stop, step.start + 1)
     bounds_W1 = step.start + plan.bounds_W1
-    first, last = workers.local[0], workers.local[-1]
-    start = min(max(step.start, int(bounds_W1[first]) - margin), step.stop - 1)
-    return start, max(start + 1, min(step.stop, int(bounds_W1[last + 1]) + margin))
+    first, last = int(bounds_W1[workers.local[0]]), int(bounds_W1[workers.local[-1] + 1])
+    margin = 0 if margin_share is None else max(1, (last - first) // margin_share)
+    start = min(max(step.start, first - margin), step.stop - 1)
+    return start, max(start + 1, min(step.stop, last + margin))

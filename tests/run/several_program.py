@@ -1,6 +1,7 @@
 """The core over the processes of the launcher: several_program.py DEVICES FOLDER [MISTAKE].
 
-Random plans (the same in all processes) with each engine; every process writes what it saw and which samples it read.
+Random plans (the same in all processes) with each engine, and once unequal shares that stay; every process writes what
+it saw and which samples it read.
 MISTAKE: 'plan', process 1 plans step 3 otherwise; 'start', it starts from other parameters; 'optimiser', with another
 momentum; 'end', it wants to train for longer.
 """
@@ -16,10 +17,12 @@ STEPS, SEED = 14, 11
 
 
 def runs(devices, mistake=None, process=0):
-    """Losses and the final parameters of each engine, and the samples that were read."""
+    """Losses and the final parameters of each run, and the samples that were read."""
     import jax
     from problems import RandomPlans
     from tiny_problem import trainer_for
+
+    from hetjax.plan.controllers.protocol import Plan
 
     class Odd(RandomPlans):
         def plan(self, batch, limits, epoch=0):
@@ -32,10 +35,18 @@ def runs(devices, mistake=None, process=0):
         def state_dict(self):
             return {}
 
+    class Steady(Odd):
+        def plan(self, batch, limits, epoch=0):
+            shares_W = np.arange(1, limits.workers + 1)
+            counts_W = batch * shares_W // shares_W.sum()
+            counts_W[-1] += batch - counts_W.sum()
+            return Plan(counts_W)
+
     found = {}
-    for engine in ("chunked", "looped", "masked"):
+    for name in ("chunked", "looped", "masked", "steady"):
+        controller, engine = (Steady(SEED), "looped") if name == "steady" else (Odd(SEED), name)
         trainer, source, state = trainer_for(
-            devices, controller=Odd(SEED), engine=engine, wait_limit=60,
+            devices, controller=controller, engine=engine, wait_limit=60,
             rungs=None if engine != "chunked" else [4, 16],
         )  # fmt: skip
         if mistake == "start" and process == 1:
@@ -46,9 +57,9 @@ def runs(devices, mistake=None, process=0):
         with trainer:
             state, history = trainer.fit(state, read, steps=steps)
             tested = trainer.evaluate(state, source)
-        params = {name: np.asarray(value).tolist() for name, value in state.params.items()}
+        params = {key: np.asarray(value).tolist() for key, value in state.params.items()}
         counts = history.counts[:, list(trainer.workers.local)].sum(axis=1).tolist()
-        found[engine] = {
+        found[name] = {
             "losses": history.losses, "tested": tested["loss"], "params": params, "own": counts, "read": read.log,
             "recompiles": history.recompiles_after_warmup,
         }  # fmt: skip

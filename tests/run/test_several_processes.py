@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from several_program import runs
+from several_program import STEPS, runs
 from tiny_problem import BATCH, SAMPLES
 
 pytestmark = pytest.mark.slow
@@ -33,18 +33,18 @@ def test_several_processes_train_like_one(tmp_path, processes, per_process):
     assert told.returncode == 0, told.stderr + told.stdout
     there = [json.loads((tmp_path / f"{k}.json").read_text()) for k in range(processes)]
     here = runs(jax.devices()[: processes * per_process])
-    for engine, alone in here.items():
+    for run, alone in here.items():
         for seen in there:
-            np.testing.assert_allclose(seen[engine]["losses"], alone["losses"], rtol=1e-5)
-            np.testing.assert_allclose(seen[engine]["tested"], alone["tested"], rtol=1e-5)
-            assert seen[engine]["recompiles"] == 0
+            np.testing.assert_allclose(seen[run]["losses"], alone["losses"], rtol=1e-5)
+            np.testing.assert_allclose(seen[run]["tested"], alone["tested"], rtol=1e-5)
+            assert seen[run]["recompiles"] == 0
             for name, value in alone["params"].items():
-                np.testing.assert_allclose(seen[engine]["params"][name], value, rtol=1e-4, atol=1e-6)
+                np.testing.assert_allclose(seen[run]["params"][name], value, rtol=1e-4, atol=1e-6)
+        assert sum(sum(seen[run]["own"]) for seen in there) == _samples(STEPS)
     for seen in there:
-        steps, margin = len(seen["chunked"]["own"]), 2 * (BATCH // 8)
-        asked = len(seen["chunked"]["read"])
-        assert sum(seen["chunked"]["own"]) <= asked <= 2 * (sum(seen["chunked"]["own"]) + steps * (margin + 1)) + 1
-    assert sum(sum(seen["chunked"]["own"]) for seen in there) == _samples(14)
+        own, asked = sum(seen["steady"]["own"]), len(seen["steady"]["read"])
+        short = BATCH + 1  # the one short step of an epoch is cut elsewhere; one row is read to see what rows are like
+        assert own <= asked <= own + 2 * STEPS + short < _samples(STEPS)  # shares below 16 have a margin of one row
 
 
 def _samples(steps):
