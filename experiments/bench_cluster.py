@@ -9,13 +9,14 @@ controller goes on for its part of the steps in each, and the solo speeds are me
 Then the quotas are swapped, under one controller after the other.
 The laws that act seldom do so every 5 steps, and are called by their plain name; NAME@K acts every K steps.
 
-efficiency      samples/s / ideal, from the eleventh step on, the first one of every further round left out
+efficiency      samples/s / ideal, from the eleventh step on, the first one of every further round left out; ± half the
+                range over the rounds, each beside the solo speeds measured before and after it
 imbalance       (max - min) / mean of the workers' mean local times
 overhead        median of step time - slowest local time; its share of the step time
 noise ceiling   what the best FIXED split could reach: mean over steps of mean / max worker time, for the counts that
                 equal the workers' mean times, times the share that the overhead leaves
-recovery_steps  steps that took over 15% more than before, after the quotas of the first and last worker were swapped:
-                median over the swaps; `steps of a swap stretch` where it never came back
+recovery_steps  steps that took over 15% more than before, after the quotas of the fastest and slowest worker were
+                swapped: median over the swaps; `steps of a swap stretch` where it never came back
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,7 +39,7 @@ from rich.table import Table
 
 from hetjax.launch import child, variables
 from hetjax.launch.meeting_point import free_port
-from hetjax.launch.quotas import CpuQuota, remove_stale
+from hetjax.launch.quotas import CpuQuota, QuotasRefused, check_cores, remove_stale
 from hetjax.plan.controllers import make
 
 WORKER = Path(__file__).with_name("cluster_worker.py")
@@ -103,6 +105,15 @@ def joined(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     return stretch | {"changed": changed, "recompiles": sum(seen["recompiles"] for seen in rounds)}
 
 
+def efficiency_by_round(rounds: list[dict[str, Any]], batch: int, solo_sums: Sequence[float]) -> list[float]:
+    """Each round's rate over the mean of the ideals before and after it: what the machine's own changes leave."""
+    found = []
+    for k, seen in enumerate(rounds):
+        steps = seen["step_times"][1 if k else SKIP :]
+        found.append(batch * len(steps) / sum(steps) / ((solo_sums[k] + solo_sums[k + 1]) / 2))
+    return found
+
+
 def figures(seen: dict[str, Any], batch: int, ideal: float) -> dict[str, float]:
     """What a stretch of steps came to, the first ones aside."""
     times = np.array(seen["times"], float)[SKIP:]
@@ -150,6 +161,38 @@ def _made(name: str) -> tuple[str, dict[str, int]]:
     return kind, options
 
 
+def _cores(quotas: str) -> list[float]:
+    """The quotas of two processes or more."""
+    try:
+        cores = [float(part) for part in quotas.split(",")]
+    except ValueError:
+        cores = []
+    if len(cores) < 2:
+        raise ValueError(f"--quotas is {quotas!r}: expected cores of two processes or more, such as 0.8,0.4.")
+    for each in cores:
+        check_cores(each)
+    return cores
+
+
+def table_of(by_name: dict[str, dict[str, Any]], by_round: dict[str, list[float]]) -> Table:
+    """A row for each controller, within 80 columns."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in ("controller", "samples/s", "efficiency", "imbalance", "overhead", "changes", "recovery"):
+        table.add_column(column, justify="left" if column == "controller" else "right", no_wrap=True)
+    for name, seen in by_name.items():
+        spread = f" ±{np.ptp(by_round[name]) / 2:.3f}" if len(by_round[name]) > 1 else ""
+        table.add_row(
+            name,
+            f"{seen['samples_per_s']:,.0f}",
+            f"{seen['efficiency']:.3f}{spread}",
+            f"{seen['imbalance']:.3f}",
+            f"{seen['overhead_ms']:.0f} ms {100 * seen['overhead_share']:.0f}%",
+            str(seen["changes"]),
+            str(seen.get("recovery_steps", "-")),
+        )
+    return table
+
+
 def main(
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
     controllers: str = "equal,static,dbs,proportional,balanced",
@@ -161,7 +204,7 @@ def main(
     swaps: int = 5,
     swap_every: int = 30,
     quick: bool = False,
-) -> None:
+) -> int:
     """Compare controllers on processes under real CPU quotas.
 
     Args:
@@ -170,22 +213,25 @@ def main(
         quotas: cores of each process, with commas between.
         batch_size: samples per step over all workers.
         steps: of each controller while the quotas stay the same.
-        rounds: in which these steps are made, all controllers taking turns in each.
+        rounds: in which these steps are made, all controllers taking turns in each; fewer where the steps are few.
         hidden: width of a hidden layer; 0: none, 20 thousand parameters; 3168: 5 million.
-        swaps: how often the quotas of the first and the last worker are swapped; 0: never.
+        swaps: how often the quotas of the fastest and the slowest worker are swapped; 0: never.
         swap_every: steps between swaps.
         quick: equal and balanced, few steps, one swap: does it work at all?
     """
-    names, cores = [part.strip() for part in controllers.split(",")], [float(part) for part in quotas.split(",")]
-    for name in names:
-        _made(name)  # refuses what there is not, before anything starts
+    console = Console()
+    names = [part.strip() for part in controllers.split(",")]
     if quick:
         names, steps, rounds, swaps = ["equal", "balanced"], 30, 1, 1
-    if not 1 <= rounds <= steps // (SKIP + 2):
-        raise ValueError(f"{steps} steps cannot be made in {rounds} rounds: give {SKIP + 2} or more for each.")
-    orders = {
-        "controllers": [[name, *_made(name)] for name in names],
-        "quotas": cores,
+    try:
+        orders = {"controllers": [[name, *_made(name)] for name in names], "quotas": _cores(quotas)}
+        if steps < SKIP + 2 or rounds < 1:
+            raise ValueError(f"{steps} steps in {rounds} rounds: give {SKIP + 2} steps or more, in 1 round or more.")
+    except ValueError as error:
+        console.print(f"error: {error}", highlight=False, soft_wrap=True)
+        return 2
+    rounds = min(rounds, steps // (SKIP + 2))
+    orders |= {
         "batch_size": batch_size,
         "steps": steps // rounds * rounds,
         "rounds": rounds,
@@ -195,15 +241,21 @@ def main(
         "solo_s": 1.0 if quick else 6.0,
     }
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # control groups are removed on the way out
-    console = Console()
-    heard = run_cluster(orders, limit=3600)
+    try:
+        heard = run_cluster(orders, limit=3600)
+    except QuotasRefused as refused:
+        console.print(f"error: {refused}", highlight=False, soft_wrap=True)
+        return 2
     solos = np.array([message["solo"] for message in heard if "solo" in message])
     ideal = float(solos.sum(axis=1).mean())
     by_name: dict[str, dict[str, Any]] = {}
+    by_round: dict[str, list[float]] = {}
     for name in names:
         mine = [message for message in heard if message.get("controller") == name]
-        quiet = joined([message["quiet"] for message in mine if "quiet" in message])
+        in_rounds = [message["quiet"] for message in mine if "quiet" in message]
+        quiet = joined(in_rounds)
         by_name[name] = figures(quiet, batch_size, ideal)
+        by_round[name] = efficiency_by_round(in_rounds, batch_size, solos.sum(axis=1))
         if name == "balanced":
             ceiling = noise_ceiling(quiet, by_name[name]["overhead_share"])
         if swaps:
@@ -217,20 +269,7 @@ def main(
         f"{spread:.0f}%)",
         highlight=False,
     )
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("controller", "samples/s", "efficiency", "imbalance", "overhead", "changes", "recovery"):
-        table.add_column(column, justify="left" if column == "controller" else "right", no_wrap=True)
-    for name, seen in by_name.items():
-        table.add_row(
-            name,
-            f"{seen['samples_per_s']:,.0f}",
-            f"{seen['efficiency']:.3f}",
-            f"{seen['imbalance']:.3f}",
-            f"{seen['overhead_ms']:.0f} ms {100 * seen['overhead_share']:.0f}%",
-            str(seen["changes"]),
-            str(seen.get("recovery_steps", "-")),
-        )
-    console.print(table)
+    console.print(table_of(by_name, by_round))
     results: dict[str, Any] = {"ideal_samples_per_s": ideal}
     for key in ("samples_per_s", "efficiency", "imbalance", "overhead_share", "overhead_ms", "changes", "recompiles"):
         results[key] = {name: seen[key] for name, seen in by_name.items()}
@@ -239,9 +278,10 @@ def main(
         console.print(f"noise ceiling of a fixed split: {ceiling:.3f}", highlight=False)
         results["noise_ceiling"] = ceiling
     if json_file is not None:
-        details = {"solo_samples_per_s": solos.tolist(), **about, **orders}
+        details = {"solo_samples_per_s": solos.tolist(), "efficiency_by_round": by_round, **about, **orders}
         json_file.write_text(json.dumps({**results, "details": details, "told": heard}, indent=1) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    sys.exit(tyro.cli(main))

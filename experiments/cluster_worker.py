@@ -100,6 +100,13 @@ def solo_rates(trainer: Trainer, state: State, data: Any, quotas: Sequence[float
     return [rate for _, rate in sorted(gather([jax.process_index(), rate]))]
 
 
+def swapped(quotas: Sequence[float]) -> list[float]:
+    """With those of the fastest and the slowest worker swapped."""
+    other, fast, slow = list(quotas), int(np.argmax(quotas)), int(np.argmin(quotas))
+    other[fast], other[slow] = quotas[slow], quotas[fast]
+    return other
+
+
 def told(history: History) -> dict[str, Any]:
     records = history.records
     return {
@@ -153,9 +160,8 @@ def main() -> None:
             for name, controller in quiet.items():
                 parent.tell(controller=name, quiet=run(controller, {0: quotas}, orders["steps"] // orders["rounds"]))
             solo()
-        swapped = [quotas[-1], *quotas[1:-1], quotas[0]]
-        every, swaps = orders["swap_every"], orders["swaps"]
-        by_step = {0: quotas} | {every * k: swapped if k % 2 else quotas for k in range(1, swaps + 1)}
+        every, swaps, other = orders["swap_every"], orders["swaps"], swapped(quotas)
+        by_step = {0: quotas} | {every * k: other if k % 2 else quotas for k in range(1, swaps + 1)}
         for name, controller in fresh().items() if swaps else ():
             parent.tell(controller=name, swapped=run(controller, by_step, every * (swaps + 1)))
     leave(0, together=True)

@@ -1,8 +1,22 @@
-"""The figures of the cluster bench, on stretches of steps whose figures can be worked out by hand."""
+"""The cluster bench: its figures on stretches of steps worked out by hand, what it refuses, and a quick run of it."""
 
+import json
+import os
+import subprocess
+import sys
+from io import StringIO
+from pathlib import Path
+
+import bench_cluster
 import numpy as np
 import pytest
-from bench_cluster import SKIP, _made, figures, joined, main, noise_ceiling, recovery
+from bench_cluster import SKIP, _made, efficiency_by_round, figures, joined, main, noise_ceiling, recovery, table_of
+from cluster_worker import swapped
+from rich.console import Console
+
+from hetjax.launch.cgroups import QuotasRefused, find_home
+
+ROOT = Path(__file__).parents[2]
 
 
 def stretch(times_TxW, step_times_T, counts_W=(30, 10)):
@@ -48,11 +62,91 @@ def test_recovery_counts_the_steps_until_one_is_back():
     assert recovery({"step_times": [*quiet, *(t for swap in swaps for t in swap)]}, every=20, swaps=3) == 3.0
 
 
+def test_every_round_is_seen_beside_the_speeds_around_it():
+    one = {"step_times": [9.0] * SKIP + [2.0, 2.0]}
+    two = {"step_times": [9.0, 2.0, 3.0, 4.0]}  # nothing overlaps with its first step
+    assert efficiency_by_round([one, two], 60, [30.0, 50.0, 10.0]) == pytest.approx([30 / 40, 20 / 30])
+
+
+def test_the_table_fits_80_columns():
+    seen = {"samples_per_s": 12345.6, "efficiency": 0.8765, "imbalance": 0.0123, "overhead_ms": 123.4}
+    seen |= {"overhead_share": 0.123, "changes": 12, "recovery_steps": 30.0}
+    out = StringIO()
+    Console(file=out, width=200).print(table_of({"proportional@10": seen}, {"proportional@10": [0.85, 0.87, 0.9]}))
+    assert "0.876 ±0.025" in out.getvalue()
+    assert max(len(line.rstrip()) for line in out.getvalue().splitlines()) <= 80
+
+
+def test_the_fastest_and_the_slowest_are_swapped():
+    assert swapped([0.4, 0.8, 0.1, 0.2]) == [0.4, 0.1, 0.8, 0.2]
+    assert swapped([0.8, 0.4, 0.2, 0.2]) == [0.2, 0.4, 0.8, 0.2]
+    assert swapped([0.5, 0.5]) == [0.5, 0.5]
+
+
 def test_names_and_cadences():
     assert _made("dbs") == ("dbs", {"every": 5})
     assert _made("dbs@7") == ("dbs", {"every": 7})
     assert _made("balanced") == ("balanced", {})
-    with pytest.raises(ValueError, match="no controller 'best'"):
-        main(controllers="equal,best")
-    with pytest.raises(ValueError, match="30 steps cannot be made in 4 rounds"):
-        main(steps=30, rounds=4)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"controllers": "equal,best"}, "no controller 'best'"),
+        ({"steps": 11}, "11 steps in 3 rounds: give 12 steps or more"),
+        ({"rounds": 0}, "give 12 steps or more, in 1 round or more"),
+        ({"quotas": "0.8,x"}, "--quotas is '0.8,x'"),
+        ({"quotas": "0.8"}, "two processes or more"),
+        ({"quotas": "0.8,0"}, "A quota is a number of cores"),
+    ],
+)
+def test_a_mistake_is_answered_by_a_sentence(given, told, capsys):
+    assert main(**given) == 2
+    assert told in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(("steps", "rounds"), [(12, 1), (30, 2), (36, 3), (210, 3)])
+def test_few_steps_are_made_in_fewer_rounds_and_refused_quotas_are_a_sentence(steps, rounds, monkeypatch, capsys):
+    asked = []
+
+    def refuse(orders, limit):
+        asked.append((orders["steps"], orders["rounds"]))
+        raise QuotasRefused("CPU quotas cannot be set here.")
+
+    monkeypatch.setattr(bench_cluster, "run_cluster", refuse)
+    assert main(steps=steps) == 2
+    assert asked == [(steps, rounds)]
+    assert capsys.readouterr().out == "error: CPU quotas cannot be set here.\n"
+
+
+@pytest.mark.slow
+def test_a_quick_run(tmp_path):
+    try:
+        home = find_home()
+    except QuotasRefused as refused:
+        pytest.skip(str(refused))
+    path = tmp_path / "cluster.json"
+    command = [sys.executable, "experiments/bench_cluster.py", "--quick", "--quotas", "0.6,0.3"]
+    kept = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    bench = subprocess.Popen(
+        [*command, "--batch-size", "256", "--json", str(path)], cwd=ROOT, env=kept | {"PYTHONPATH": str(ROOT)},
+        start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        said, _ = bench.communicate(timeout=240)
+    finally:
+        bench.terminate()
+        bench.wait(timeout=20)
+    assert bench.returncode == 0, said
+    found = json.loads(path.read_text())
+    assert found["ideal_samples_per_s"] > 0
+    for key in ("samples_per_s", "efficiency", "imbalance", "overhead_share", "recovery_steps"):
+        assert set(found[key]) == {"equal", "balanced"}
+    for name in ("equal", "balanced"):
+        rate, ideal = found["samples_per_s"][name], found["ideal_samples_per_s"]
+        assert 0 < found["efficiency"][name] == pytest.approx(rate / ideal)
+        assert found["recovery_steps"][name] <= found["details"]["swap_every"]
+        assert len(found["details"]["efficiency_by_round"][name]) == found["details"]["rounds"] == 1
+    left = subprocess.run(["ps", "-o", "args=", "-s", str(bench.pid)], capture_output=True, text=True).stdout
+    assert left == ""
+    assert not list(home.path.rglob(f"hetjax-{bench.pid}-*"))
