@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +32,8 @@ def find_home(proc: Path = Path("/proc/self")) -> Home:
     """The group to make groups in: this process's own under v1; under v2 the nearest that hands `cpu` on.
 
     Where none does, the nearest that can be made to. Version 2 allows no process in a group whose children have
-    controllers, so a process alone in its group makes itself a child first; one that is not looks further up.
+    controllers, so a process alone in its group makes itself a child first, and steps back at its end; one that is not
+    alone looks further up.
     """
     try:
         mounts, groups = (proc / "mounts").read_text(), (proc / "cgroup").read_text()
@@ -86,20 +89,36 @@ def _try(home: Home) -> None:
         trial.rmdir()
 
 
+def launchers_own(home: Path) -> Path:
+    """The child that a process alone in its group makes for itself."""
+    return home / f"hetjax-{os.getpid()}-launcher"
+
+
+def step_back(inside: Path) -> None:
+    """Undo that: the group above hands `cpu` on no longer, takes back whoever is in the child, and the child goes."""
+    above = inside.parent
+    with suppress(OSError):  # somebody else's groups may still need the controller: then all stays as it is
+        (above / "cgroup.subtree_control").write_text("-cpu")
+        for pid in _words(inside / "cgroup.procs"):
+            (above / "cgroup.procs").write_text(pid)
+        inside.rmdir()
+
+
 def _hand_cpu_on(path: Path) -> None:
     """Give the children of a v2 group the cpu controller, if they lack it."""
     control = path / "cgroup.subtree_control"
     if "cpu" in _words(control):
         return
-    alone = _words(path / "cgroup.procs") == [str(os.getpid())]
-    if alone:
-        inside = path / f"hetjax-{os.getpid()}-launcher"
-        inside.mkdir(exist_ok=True)
-        (inside / "cgroup.procs").write_text(str(os.getpid()))
+    if _words(path / "cgroup.procs") != [str(os.getpid())]:
+        control.write_text("+cpu")
+        return
+    inside = launchers_own(path)
+    inside.mkdir(exist_ok=True)
+    (inside / "cgroup.procs").write_text(str(os.getpid()))
     try:
         control.write_text("+cpu")
     except OSError:
-        if alone:
-            (path / "cgroup.procs").write_text(str(os.getpid()))
-            inside.rmdir()
+        (path / "cgroup.procs").write_text(str(os.getpid()))
+        inside.rmdir()
         raise
+    atexit.register(step_back, inside)

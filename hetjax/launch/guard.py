@@ -1,7 +1,8 @@
 """A process that outlives a killed launcher by a moment: it kills what was started and removes what was made.
 
-The launcher tells it over a pipe, one line each: "+group PID", "-group PID", "+cgroup PATH", "+folder PATH", and "end"
-when it has cleaned up itself. A pipe that closes without "end" means that the launcher is dead.
+The launcher tells it over a pipe, one line each: "+group PID", "-group PID", "+cgroup PATH", "+folder PATH", "+inside
+PATH" for the control group that launcher and guard are in themselves, and "end" when it has cleaned up itself. A pipe
+that closes without "end" means that the launcher is dead.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from hetjax.launch.cgroups import step_back
 from hetjax.launch.quotas import end_group
 
 
@@ -43,7 +45,7 @@ def stand(orders: Iterable[str]) -> None:
     """Wait for the launcher's end; then clean up what it did not."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    groups, cgroups, folders = set[int](), list[Path](), list[Path]()
+    groups, cgroups, folders, inside = set[int](), list[Path](), list[Path](), list[Path]()
     for order in orders:
         what, _, which = order.rstrip("\n").partition(" ")
         if what == "end":
@@ -56,11 +58,15 @@ def stand(orders: Iterable[str]) -> None:
             cgroups.append(Path(which))
         elif what == "+folder":
             folders.append(Path(which))
+        elif what == "+inside":
+            inside.append(Path(which))
     for group in groups:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
     for path in cgroups:
         with suppress(OSError):
             end_group(path)
+    for path in inside:
+        step_back(path)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 from hetjax.launch import options as flags
 from hetjax.launch import variables
 from hetjax.launch.accelerators import gpus_here, shares_of_gpus
-from hetjax.launch.cgroups import Home, QuotasRefused, find_home
+from hetjax.launch.cgroups import Home, QuotasRefused, find_home, launchers_own
 from hetjax.launch.guard import Guard
 from hetjax.launch.heartbeat import Listener
 from hetjax.launch.meeting_point import check_free, free_port
@@ -50,6 +50,8 @@ def launch(options: Options, program: Sequence[str]) -> int:
         run.signals = stack.enter_context(Signals())
         run.guard = Guard()
         stack.callback(run.guard.dismiss)
+        if home is not None and (inside := launchers_own(home.path)).is_dir():
+            run.guard.tell("+inside", inside)
         run.folder = Path(tempfile.mkdtemp(prefix="hetjax-launch-"))
         stack.callback(shutil.rmtree, run.folder, ignore_errors=True)
         run.guard.tell("+folder", run.folder)

@@ -43,6 +43,17 @@ def test_every_process_knows_who_it_is(place):
     assert "HETJAX_RESTART" not in said
 
 
+def test_pinned_processes_share_the_cores_out(place):
+    cores = os.sched_getaffinity(0)
+    program = place.program("import json; print(json.dumps(sorted(os.sched_getaffinity(0))))")
+    code, lines, _ = place.run("--processes", 2, "--pin", "--", program)
+    assert code == 0
+    one, two = (set(json.loads(line[4:])) for line in sorted(lines))
+    assert one | two == cores
+    assert abs(len(one) - len(two)) <= 1
+    assert len(cores) == 1 or not one & two
+
+
 @pytest.mark.parametrize(
     ("how", "code", "told"),
     [("sys.exit(7)", 7, "ended with exit code 7"), ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL")],

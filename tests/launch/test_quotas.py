@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from launching import BEAT, cgroup_home, until
 
+from hetjax.launch import cgroups, guard
 from hetjax.launch.cgroups import Home, QuotasRefused, find_home
 from hetjax.launch.heartbeat import Beat
 from hetjax.launch.options import Disturbance
@@ -208,6 +209,75 @@ def test_a_group_that_hands_the_controller_on_already_comes_first(tmp_path):
     with pytest.raises(QuotasRefused, match=r"user.slice/hetjax-\d+-trial"):
         find_home(groups.proc)
     assert "+cpu" in (groups.own / "cgroup.subtree_control").read_text()  # tried in the end
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """New groups have files, a process is in one group, and none is in a group whose children have controllers."""
+    mkdir, rmdir, write = Path.mkdir, Path.rmdir, Path.write_text
+    words = lambda path: path.read_text().split()
+
+    def made(self, *how, **more):
+        mkdir(self, *how, **more)
+        for name in ("cpu.max", "cgroup.procs", "cgroup.subtree_control"):
+            write(self / name, "")
+
+    def removed(self):
+        if words(self / "cgroup.procs"):
+            raise OSError(16, "Device or resource busy", str(self))
+        for file in self.iterdir():
+            file.unlink()
+        rmdir(self)
+
+    def written(self, text):
+        busy = OSError(16, "Device or resource busy", str(self))
+        if self.name == "cgroup.subtree_control":
+            if text == "+cpu" and words(self.with_name("cgroup.procs")):
+                raise busy
+            write(self, " ".join({*words(self), "cpu"} - ({"cpu"} if text == "-cpu" else set())))
+        elif self.name == "cgroup.procs":
+            if "cpu" in words(self.with_name("cgroup.subtree_control")):
+                raise busy
+            for near in [self.parent, self.parent.parent, *self.parent.iterdir()]:
+                if (near / "cgroup.procs").exists():
+                    write(near / "cgroup.procs", " ".join({*words(near / "cgroup.procs")} - {text}))
+            write(self, " ".join({*words(self), text}))
+
+    for name, instead in (("mkdir", made), ("rmdir", removed), ("write_text", written)):
+        monkeypatch.setattr(Path, name, instead)
+
+
+def test_a_launcher_alone_in_its_group_steps_aside_and_back(tmp_path, request, monkeypatch):
+    groups, me, at_exit = FakeGroups(tmp_path), str(os.getpid()), []
+    for control in groups.root.rglob("cgroup.subtree_control"):
+        control.write_text("")
+    (groups.own / "cgroup.procs").write_text(me)
+    request.getfixturevalue("kernel")
+    monkeypatch.setattr(cgroups.atexit, "register", lambda *call: at_exit.append(call))
+    home = find_home(groups.proc)
+    assert home == find_home(groups.proc) == Home(groups.own, 2)
+    inside = cgroups.launchers_own(home.path)
+    assert (inside / "cgroup.procs").read_text() == me
+    assert (groups.own / "cgroup.procs").read_text() == ""
+    with CpuQuota("test", home):
+        assert len(list(groups.own.glob("hetjax-*"))) == 2
+    (what, *given), *others = at_exit
+    assert not others
+    what(*given)
+    assert (groups.own / "cgroup.procs").read_text() == me
+    assert (groups.own / "cgroup.subtree_control").read_text() == ""
+    assert not list(groups.root.rglob("hetjax-*"))
+
+
+def test_the_guard_steps_back_for_a_dead_launcher(tmp_path):
+    told = []
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(guard, "step_back", told.append)
+        patched.setattr(guard.signal, "signal", lambda *_: None)
+        guard.stand([f"+inside {tmp_path}\n", "end \n"])
+        assert not told
+        guard.stand([f"+inside {tmp_path}\n"])
+    assert told == [tmp_path]
 
 
 def test_no_linux_no_quotas(tmp_path):
