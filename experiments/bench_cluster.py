@@ -227,6 +227,8 @@ def main(
         orders = {"controllers": [[name, *_made(name)] for name in names], "quotas": _cores(quotas)}
         if steps < SKIP + 2 or rounds < 1:
             raise ValueError(f"{steps} steps in {rounds} rounds: give {SKIP + 2} steps or more, in 1 round or more.")
+        if swaps and swap_every < SKIP:
+            raise ValueError(f"--swap-every is {swap_every}: give {SKIP} steps or more, those before a swap count.")
     except ValueError as error:
         console.print(f"error: {error}", highlight=False, soft_wrap=True)
         return 2

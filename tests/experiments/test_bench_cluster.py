@@ -95,6 +95,7 @@ def test_names_and_cadences():
         ({"controllers": "equal,best"}, "no controller 'best'"),
         ({"steps": 11}, "11 steps in 3 rounds: give 12 steps or more"),
         ({"rounds": 0}, "give 12 steps or more, in 1 round or more"),
+        ({"swap_every": 9}, "--swap-every is 9: give 10 steps or more"),
         ({"quotas": "0.8,x"}, "--quotas is '0.8,x'"),
         ({"quotas": "0.8"}, "two processes or more"),
         ({"quotas": "0.8,0"}, "A quota is a number of cores"),
@@ -126,10 +127,10 @@ def test_a_quick_run(tmp_path):
     except QuotasRefused as refused:
         pytest.skip(str(refused))
     path = tmp_path / "cluster.json"
-    command = [sys.executable, "experiments/bench_cluster.py", "--quick", "--quotas", "0.6,0.3"]
+    command = [sys.executable, "experiments/bench_cluster.py", "--quick", "--swap-every", "15"]
     kept = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     bench = subprocess.Popen(
-        [*command, "--batch-size", "256", "--json", str(path)], cwd=ROOT, env=kept | {"PYTHONPATH": str(ROOT)},
+        [*command, "--batch-size", "64", "--json", str(path)], cwd=ROOT, env=kept | {"PYTHONPATH": str(ROOT)},
         start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     try:

@@ -207,7 +207,13 @@ def files(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "log.txt"}
 
 
-@pytest.mark.parametrize("method", [["--strategy", "equal"], []], ids=["one run", "a comparison"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(["--strategy", "equal"], id="one run"),
+        pytest.param([], id="a comparison", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_that_cannot_be_set_up_leaves_the_earlier_one_as_it_was(method, tmp_path, monkeypatch):
     """Nor is that one picked up by a run that is started again; the first step of a new run ends it."""
     run = [*TINY, *method, "--out", str(tmp_path)]
