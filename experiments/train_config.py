@@ -122,8 +122,8 @@ class Method:
     every: Annotated[str | None, _shown("STEPS|epoch")] = None
     """when the published laws act; each preset has its paper's cadence"""
     faithful: bool = False
-    """as published, biases included: gradients weighed (dp, edp, dbs, decentralised), nodes averaged (daso),
-    rates (hogbatch family)"""
+    """as published, biases included: gradients weighed (dp, edp, dbs, decentralised), nodes averaged (daso;
+    not its local skip, which throws steps away, nor bfloat16 in place of the parameters), rates (hogbatch family)"""
     mix_every: Whole = None
     """decentralised: steps from one mixing of the parameters to the next (1; rcd-sgd: 2)"""
     topology: Annotated[str | None, _shown("ring|complete|FILE")] = None
