@@ -79,6 +79,13 @@ def partition_of(
     return shared_blocks(lambda: cut(config, task, before, rates_W, console))
 
 
+def keep(config: Config, folder: Path, partition: str | Blocks) -> None:
+    """Write blocks that were made for this run where a resumed one finds them."""
+    if isinstance(partition, Blocks) and config.submodular.blocks is None:
+        folder.mkdir(parents=True, exist_ok=True)
+        partition.save(folder / FILE)
+
+
 def from_file(path: Path, task: Task) -> Blocks:
     blocks = Blocks.load(path)
     check_same_data(blocks, fingerprint(task.train), path)

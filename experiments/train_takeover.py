@@ -43,8 +43,7 @@ class Takeover:
             return
         for folder in self.replaces:
             forget(folder)
-        if isinstance(self.partition, Blocks) and self.config.submodular.blocks is None:
-            self.partition.save(self.folder / train_blocks.FILE)
+        train_blocks.keep(self.config, self.folder, self.partition)
         for folder in dict.fromkeys((self.config.folder, self.folder)):
             train_output.write_config(self.config, folder)
 

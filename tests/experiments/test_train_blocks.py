@@ -30,13 +30,14 @@ TINY = ["--model", "mlp", "--width", "8", "--batch-size", "64"]
 
 
 def blocks_for(folder, *flags, told=None):
-    """What `train.py --partition submodular` with these flags trains on."""
+    """What `train.py --partition submodular` with these flags trains on, and keeps after its first step."""
     config = train_config.parse([*TINY, "--partition", "submodular", *flags], train_config.Config())
     simulation, devices = train_setup.find_devices(config)
     task, (_, strategy) = train_setup.make_task_of(config), resolve(**train_setup.method(config))
-    return train_blocks.partition_of(
-        config, strategy, task, devices, simulation, folder, Console(file=told or io.StringIO())
-    )
+    console = Console(file=told or io.StringIO())
+    blocks = train_blocks.partition_of(config, strategy, task, devices, simulation, folder, console)
+    train_blocks.keep(config, folder, blocks)
+    return blocks
 
 
 def test_a_run_of_rcd_sgd_as_published(tmp_path):

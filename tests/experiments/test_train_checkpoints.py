@@ -129,6 +129,15 @@ def test_infinity_stops_the_run_names_step_and_worker_and_keeps_the_last_good_ch
     assert len(rows(folder)) == 15
 
 
+def test_infinity_in_the_first_step_does_not_name_the_checkpoints_of_an_earlier_run(tmp_path, tiny, capsys):
+    flags = ["--devices", "1", "--strategy", "equal", "--steps", "2", "--out", str(tmp_path / "run")]
+    assert train.main([*tiny(), *flags]) == 0
+    poisoned = int(Sampler(SAMPLES, BATCH).indices(0, 0, 1)[0])
+    assert train.main([*tiny(poisoned), *flags]) == 2
+    assert "There is no checkpoint from before." in " ".join(capsys.readouterr().err.split())
+    assert steps_saved(tmp_path / "run") == [2]
+
+
 def test_a_folder_that_cannot_be_written_to_is_a_sentence(tmp_path, tiny, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").write_text("in the way")
