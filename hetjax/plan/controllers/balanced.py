@@ -35,8 +35,8 @@ class Balanced(Frame):
       is judged by several timings; unless the model has just found a jump or a change point.
     - Two looks after the first plan, and after every jump or change point, a gain above (min_gain + u) / 2 is enough,
       as the estimates are better by then than those that the counts in force were made from: at the first step from
-      which the worst of the N mean timings should be good to `polish` (8 to 32 steps, by the noise), and at step 72.
-      Where there was a jump, also at the `hasty` steps.
+      which the worst of the N mean timings should be good to `polish` (8 to 32 steps, by the noise), and at step 72
+      if that changed nothing. Where there was a jump, also at the `hasty` steps.
     - A jump may be a passing one. With p the fraction of jumps so far that lasted, new counts wait for the next timing
       if (1 - p) x their loss should it pass > p x the loss of waiting should it last. Counts that followed a jump are
       taken back with it.
@@ -102,7 +102,8 @@ class Balanced(Frame):
         time_W = _times(costs, counts_W, work_W)
         slowest = int(np.argmax(time_W))
         now = float(time_W[slowest])
-        needed = self._needed(float(self.model.relative_sd(work_W)[slowest]))
+        look = self.planned and self._look()
+        needed = self._needed(float(self.model.relative_sd(work_W)[slowest]), look)
         if self.planned and not self._within_reach(costs, limits, now / (1.0 + needed)):
             return counts_W, ""
         best = solve(*costs, limits, self.usual, counts_W, 0.05)
@@ -113,6 +114,7 @@ class Balanced(Frame):
         if self.model.doubt_W.any() and self.before_W is None:
             self.before_W = counts_W
         self.planned, self.since = True, 0
+        self.looks = 2 if look else self.looks  # one change by looking is enough
         return best.counts_W, f"{why}: predicted gain {100 * gain:.0f}%"
 
     def _feel(self) -> None:
@@ -129,14 +131,14 @@ class Balanced(Frame):
         else:
             self.calm += 1
 
-    def _needed(self, noise: float) -> float:
+    def _needed(self, noise: float, look: bool) -> float:
         """The predicted gain from which counts are changed."""
         if not self.planned:
             return -1.0
         if self.tried >= 0 and self.model.seen_W[self.tried] > self.tried_seen:
             self.tried = -1
             return 0.0
-        if self._look() or (self.unrest > 0 and self.calm in self.hasty):
+        if look or (self.unrest > 0 and self.calm in self.hasty):
             return 0.5 * (self.min_gain + noise)
         patience = self.max_patience * min(self.since, self.quiet) / self.quiet
         needed = self.min_gain + patience + (self.worst + 1.5) / (1.0 + self.unrest) * noise
@@ -148,7 +150,7 @@ class Balanced(Frame):
         """Whether it is time to look at the counts again."""
         error = self.model.noise * self.worst / self.polish  # of the worst timing, in units of what is wanted
         first = min(max(error * error, _LOOKS[0]), _LOOKS[1])
-        if self.calm < (first, _LOOKS[2], np.inf)[self.looks]:
+        if self.looks >= 2 or self.calm < (first, _LOOKS[2])[self.looks]:
             return False
         self.looks += 1
         return True
