@@ -5,7 +5,7 @@
 work_tax       time of the auto engine at n rows / time of a plain jitted gradient at batch n: geometric mean over 12
                log-spaced n between capacity / 16 and capacity (--quick: every third one); masked and looped beside it
                (--quick: for mlp only)
-even_overhead  a hetjax step with equal counts / a hand-written jitted data-parallel step, same model, same fake devices,
+even_overhead  a hetjax step with equal counts / a jitted data-parallel step by hand, same model, same fake devices,
                both with rows from arrays in memory, taken while the step before computes
 plan_us        the balanced controller's time per step (observe and plan) at 8 and at 1,024 workers
 recompiles     programs compiled while counts change over 100 random plans
