@@ -188,6 +188,7 @@ def test_what_is_left_of_several_processes_is_no_simulation(monkeypatch):
     assert train_setup.find_devices(train_config.Config())[0] is None
 
 
+@pytest.mark.slow
 def test_started_again_before_it_had_begun_a_run_does_not_go_on_with_the_one_it_replaces(tmp_path, monkeypatch):
     """The launcher adds --resume and says when it began; an older configuration is of another run."""
     assert train.main([*TINY, "--steps", "1", "--strategy", "equal", "--out", str(tmp_path)]) == 0
@@ -211,9 +212,10 @@ def files(folder):
     "method",
     [
         pytest.param(["--strategy", "equal"], id="one run"),
-        pytest.param([], id="a comparison", marks=pytest.mark.slow),
+        pytest.param([], id="a comparison"),
     ],
 )
+@pytest.mark.slow
 def test_a_run_that_cannot_be_set_up_leaves_the_earlier_one_as_it_was(method, tmp_path, monkeypatch):
     """Nor is that one picked up by a run that is started again; the first step of a new run ends it."""
     run = [*TINY, *method, "--out", str(tmp_path)]
@@ -242,6 +244,7 @@ def refuse(*_, **__):
     raise OSError("The disk is full.")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_must_be_the_same_training(tmp_path, capsys):
     assert train.main([*TINY, "--steps", "1", "--strategy", "equal", "--out", str(tmp_path)]) == 0
     assert train.main(["--resume", "--out", str(tmp_path), "--learning-rate", "0.5"]) == 2

@@ -70,7 +70,9 @@ def mean_loss(graph, params, batch):
     return told.loss.sum() / told.weight.sum()
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "resnet" else []) for name in SMALL]
+)
 def test_a_step_downhill_lowers_the_loss(name):
     graph, params = nnx.split(small(name), nnx.Param)
     batch = batch_for(name)

@@ -67,8 +67,8 @@ def plain(tree):
     return nnx.to_pure_dict(tree)
 
 
-@pytest.mark.parametrize("transport", ["psum", "hub"])
-@pytest.mark.parametrize("engine", ["chunked", "looped", "masked"])
+@pytest.mark.parametrize("transport", ["psum", pytest.param("hub", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine", ["chunked", pytest.param("looped", marks=pytest.mark.slow), "masked"])
 def test_groups_give_the_same_training_for_any_split(engine, transport):
     model, optimizer = flax_model(), optax.sgd(0.1, momentum=0.9)
     assert model.loss_fn.quantum == GROUP

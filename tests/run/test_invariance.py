@@ -29,7 +29,7 @@ BATCH = 24
 MODELS = ("mlp", "cnn", "transformer")
 ENGINES = ("chunked", "looped", "masked")
 WORKERS = (1, 2, 3, 4, 8)
-QUICK = {"mlp": WORKERS, "cnn": (3,), "transformer": (4,)}
+QUICK = {"mlp": (1, 3, 8), "cnn": (3,), "transformer": (4,)}
 GRID = [
     pytest.param(model, workers, marks=[] if workers in QUICK[model] else pytest.mark.slow)
     for model in MODELS
@@ -162,9 +162,11 @@ def check_idle_rubbish(made):
         assert np.isfinite(report.loss)
 
 
-STEPS = [(model, workers, transport) for model, workers in (("mlp", 4), ("cnn", 3), ("transformer", 8))
-         for transport in ("psum", "hub")] + [("mlp", 1, "psum"), ("mlp", 2, "hub"), ("cnn", 8, "hub")]  # fmt: skip
-EARLY = [("mlp", 4, "psum"), ("mlp", 2, "hub"), ("cnn", 3, "psum")]
+STEPS = [
+    ("mlp", 1, "psum"), ("mlp", 2, "hub"), ("mlp", 4, "psum"), ("cnn", 3, "psum"), ("cnn", 8, "hub"),
+    ("transformer", 8, "psum"), ("transformer", 2, "hub"),
+]  # fmt: skip
+EARLY = [("mlp", 2, "hub"), ("mlp", 4, "psum")]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -192,7 +194,7 @@ def test_five_steps_of_momentum_equal_one_device(model, workers, transport, engi
     [pytest.param("chunked", "psum", marks=pytest.mark.slow), ("looped", "hub"), ("masked", "psum")],
 )
 def test_five_steps_of_adam_in_float64(engine, transport, float64):
-    made = problem("transformer", seed=6, dtype=np.float64)
+    made = problem("transformer" if engine == "chunked" else "mlp", seed=6, dtype=np.float64)
     params, _ = reference_run(made, optax.adam(1e-2), BATCH, steps=5)
     with Trainer(
         made.loss_fn, optax.adam(1e-2), batch_size=BATCH, controller=RandomPlans(2), engine=engine, transport=transport,

@@ -199,7 +199,7 @@ def test_wishes_outlast_an_evaluation_between_two_steps():
     assert saved.count(True) == 1
 
 
-@pytest.mark.parametrize("transport", ["psum", "hub"])
+@pytest.mark.parametrize("transport", ["psum", pytest.param("hub", marks=pytest.mark.slow)])
 def test_a_nan_is_named_and_leaves_the_parameters_alone(transport):
     made = problem("mlp", samples=48)
     order = Sampler(48, BATCH, 0).indices(0, 0, 48)
@@ -370,7 +370,7 @@ def test_bad_calls_get_a_sentence():
         averaged.fit(averaged.init(made.params), made.data, steps=1)
 
 
-@pytest.mark.parametrize("transport", ["psum", "hub"])
+@pytest.mark.parametrize("transport", ["psum", pytest.param("hub", marks=pytest.mark.slow)])
 def test_weights_of_a_plan_scale_each_workers_gradient_sum(transport):
     """The published dp takes the mean of the workers' means: weights B / (N b_i), biased towards the small worker."""
     made = problem("mlp", samples=BATCH)

@@ -168,7 +168,7 @@ def step(reduce, layout, grads, counts):
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("counts", [[5, 5, 5, 5], [11, 6, 2, 1]])
+@pytest.mark.parametrize("counts", [pytest.param([5, 5, 5, 5], marks=pytest.mark.slow), [11, 6, 2, 1]])
 @pytest.mark.parametrize("faithful", [False, True])
 def test_everybody_and_every_step_converges_to_the_solution_of_allreduce(counts, faithful):
     """Different data for every worker: each one's samples have their own solution.

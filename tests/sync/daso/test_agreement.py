@@ -170,7 +170,8 @@ def test_other_engines_see_each_node_its_own_parameters(engine):
     np.testing.assert_allclose(made.answer(state).params, reference.x[0], rtol=1e-5)
 
 
-@pytest.mark.parametrize("blend", [pytest.param("delta", marks=pytest.mark.slow), "paper"])
+@pytest.mark.slow
+@pytest.mark.parametrize("blend", ["delta", "paper"])
 def test_stopped_after_any_step_it_is_the_same_run(blend):
     """Through the host, as a checkpoint goes: in every phase, and with an exchange under way."""
     loss_fn, data, params, _ = tanh_net()

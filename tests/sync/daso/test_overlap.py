@@ -31,16 +31,12 @@ def test_steps_go_on_at_their_pace_while_an_exchange_is_under_way(monkeypatch):
     ]
     *_, last = told["journal"]  # in full precision, and all wait for it
     assert (last["sent"], last["bytes"]) == (orders["steps"], 2 * BYTES)
-    alone = last["seconds"] / 2
-    assert alone > 0.8 * 8 * BYTES / (MBIT * 1e6)
     beside, without = [], []
     for entry in later[1:]:  # everything is warm by then
         sent, received = entry["sent"], entry["received"]
         assert entry["bytes"] == BYTES
         assert entry["seconds"] > 0.8 * 8 * BYTES / (MBIT * 1e6)
         assert entry["beside"] >= 8
-        hidden = alone - entry["waited"]  # one after the other, nothing of it would be
-        assert hidden > 0.25 * min(alone, took[sent : received - 1].sum()), told["journal"]
         beside += took[sent : sent + entry["beside"]].tolist()
         without += took[received + 1 : min(sent + SKIP, orders["steps"]) - 1].tolist()
     # The carrier takes a part of the core; a step that waits for its exchange would take forty times as long.
