@@ -33,10 +33,10 @@ class Balanced(Frame):
     - The first timings are used at once.
     - For `rest` steps after a change (twice as many in much noise) only a gain above `urgent` counts, so that a plan
       is judged by several timings; unless the model has just found a jump or a change point.
-    - Two looks after the first plan, and after every jump or change point, a gain above (min_gain + u) / 2 is enough,
-      as the estimates are better by then than those that the counts in force were made from: at the first step from
-      which the worst of the N mean timings should be good to `polish` (8 to 32 steps, by the noise), and at step 72
-      if that changed nothing. Where there was a jump, also at the `hasty` steps.
+    - After the first plan, and after every jump or change point, the counts are looked at twice, as the estimates are
+      better by then than those that they were made from: at the first step from which the worst of the N mean timings
+      should be good to `polish` (8 to 32 steps, by the noise) a gain above (min_gain + u) / 2 is enough, and at step 72
+      any gain. Where there was a jump, the former holds at the `hasty` steps, too.
     - A jump may be a passing one. With p the fraction of jumps so far that lasted, new counts wait for the next timing
       if (1 - p) x their loss should it pass > p x the loss of waiting should it last. Counts that followed a jump are
       taken back with it.
@@ -114,7 +114,6 @@ class Balanced(Frame):
         if self.model.doubt_W.any() and self.before_W is None:
             self.before_W = counts_W
         self.planned, self.since = True, 0
-        self.looks = 2 if look else self.looks  # one change by looking is enough
         return best.counts_W, f"{why}: predicted gain {100 * gain:.0f}%"
 
     def _feel(self) -> None:
@@ -137,6 +136,8 @@ class Balanced(Frame):
             return -1.0
         if self.tried >= 0 and self.model.seen_W[self.tried] > self.tried_seen:
             self.tried = -1
+            return 0.0
+        if look and self.looks == 2:
             return 0.0
         if look or (self.unrest > 0 and self.calm in self.hasty):
             return 0.5 * (self.min_gain + noise)
