@@ -18,11 +18,8 @@ from hetjax.run.compiles import expected
 log = logging.getLogger("hetjax")
 Arguments = Callable[[int, jax.Device | None], tuple]  # (rows, device) -> arguments; shapes only when device is None
 
-_ROUNDS, _BUDGET = (
-    25,
-    0.15,
-)  # time every rung so often, or until it has taken so many seconds per rung (at least thrice)
-_JOINT = 0  # stands for the adding, among the rungs that are timed
+_ROUNDS, _BUDGET = 25, 0.15  # time every rung so often, or until that has taken so many seconds per rung; thrice at least
+_IN_A_ROW, _CHAIN = 16, 0.01  # chunks timed in a row: at most so many, and for so many seconds
 _CHUNK_COST_IN_ROWS = 0.25  # where rows are the price, one more chunk is still not quite free
 _AROUND = (0.9, 0.95, 1.0, 1.05, 1.1)  # where a further rung is judged, in counts
 _WORTH_COMPILING = 0.01  # a further rung has to save one per cent of the work
@@ -72,9 +69,9 @@ class Ladder:
 
     def measure(self, rungs: Sequence[int]) -> PriceList:
         """The prices of these rungs, on the first of the devices."""
-        seconds = self._time(rungs)
+        seconds, joint = self._time(rungs)
         prices = {rung: self._price(rung, seconds[rung]) for rung in rungs}
-        joint = 0.0 if self.priced_by_rows else seconds[_JOINT]
+        joint = 0.0 if self.priced_by_rows else joint
         return PriceList(prices, joint, unit=prices[max(prices)] / max(prices))
 
     def compile(self, rung: int) -> dict[jax.Device, Any] | None:
@@ -95,7 +92,7 @@ class Ladder:
         """Take a compiled rung into use, priced side by side with the rung next to it, whatever the machine does."""
         if self._try(rung, programs):
             known = _nearest(list(self.list.prices), rung)
-            seconds = self._time([rung, known])
+            seconds, _ = self._time([rung, known])
             price = self._price(rung, seconds[rung] * self.list.prices[known] / seconds[known])
             self.list = self.list.adding(rung, price)
 
@@ -114,25 +111,39 @@ class Ladder:
     def _price(self, rung: int, seconds: float) -> float:
         return rung + _CHUNK_COST_IN_ROWS if self.priced_by_rows else seconds
 
-    def _time(self, rungs: Sequence[int]) -> dict[int, float]:
-        """The shortest seconds of each rung, and of adding: all in turn, so that a busy moment hits all alike."""
-        device = self.devices[0]
-        arguments = {rung: self.arguments(rung, device) for rung in rungs}
-        seconds: dict[int, list[float]] = {rung: [] for rung in (*rungs, _JOINT)}
-        until = time.perf_counter() + _BUDGET * len(seconds)
+    def _time(self, rungs: Sequence[int]) -> tuple[dict[int, float], float]:
+        """The shortest seconds of a chunk of each rung, and of adding one chunk's sums to another's.
+
+        Chunks are timed in a row, as in a phase: there the host is ahead of the device, and a wait for every single one
+        would make the small ones look dear. All take turns, so that a busy moment hits all alike.
+        """
+        arguments = {rung: self.arguments(rung, self.devices[0]) for rung in rungs}
+        once = {rung: self._chain(rung, arguments[rung], 1) for rung in rungs}
+        chunks = {rung: min(max(round(_CHAIN / once[rung]), 1), _IN_A_ROW) for rung in rungs}
+        least = min(rungs)
+        cases = [(rung, False) for rung in rungs] + [(least, True)]
+        seconds: dict[tuple[int, bool], float] = dict.fromkeys(cases, np.inf)
+        until = time.perf_counter() + _BUDGET * len(cases)
         for turn in range(_ROUNDS):
             if turn >= 3 and time.perf_counter() > until:
                 break
-            for rung in rungs:
-                began = time.perf_counter()
-                parts = jax.block_until_ready(self.programs[rung][device](*arguments[rung]))
-                seconds[rung].append(time.perf_counter() - began)
-            more = self.programs[rung][device](*arguments[rung])
-            jax.block_until_ready(more)
-            began = time.perf_counter()
-            jax.block_until_ready(self.join[device](parts, more))
-            seconds[_JOINT].append(time.perf_counter() - began)
-        return {rung: min(times) for rung, times in seconds.items()}
+            for rung, adding in cases:
+                took = self._chain(rung, arguments[rung], chunks[rung], adding)
+                seconds[rung, adding] = min(seconds[rung, adding], took)
+        joint = max(seconds[least, True] - seconds[least, False], 0.0) / chunks[least]
+        return {rung: seconds[rung, False] / chunks[rung] for rung in rungs}, joint
+
+    def _chain(self, rung: int, arguments: tuple, chunks: int, adding: bool = False) -> float:
+        """Seconds of so many chunks one after the other, behind a first one that brings everything into the caches."""
+        device = self.devices[0]
+        program, join = self.programs[rung][device], self.join[device]
+        parts = jax.block_until_ready(program(*arguments))
+        began = time.perf_counter()
+        for _ in range(chunks):
+            more = program(*arguments)
+            parts = join(parts, more) if adding else more
+        jax.block_until_ready(parts)
+        return time.perf_counter() - began
 
     def _drop(self, rung: int, why: str, error: Exception | None = None) -> None:
         if error is not None and not _out_of_memory(error):
