@@ -18,7 +18,7 @@ from hetjax.run.compiles import expected
 log = logging.getLogger("hetjax")
 Arguments = Callable[[int, jax.Device | None], tuple]  # (rows, device) -> arguments; shapes only when device is None
 
-_ROUNDS, _BUDGET = 25, 0.15  # time every rung so often, or until that has taken so many seconds per rung; thrice at least
+_ROUNDS, _BUDGET = 25, 0.15  # time every rung so often, or until that has taken so many seconds each; thrice at least
 _IN_A_ROW, _CHAIN = 16, 0.01  # chunks timed in a row: at most so many, and for so many seconds
 _CHUNK_COST_IN_ROWS = 0.25  # where rows are the price, one more chunk is still not quite free
 _AROUND = (0.9, 0.95, 1.0, 1.05, 1.1)  # where a further rung is judged, in counts

@@ -103,8 +103,9 @@ class Psum:
         self._run_weighted: Any = None  # only a few published laws need it: compiled when one does
         self._views = workers.copies(jax.tree.leaves(self.core[:2]))
 
-    def _on_worker(self, core: Any, parts_1: Parts, slots_1xH: jax.Array) -> tuple[Any, jax.Array]:
-        parts, slots, count = tuple(part[0] for part in parts_1), slots_1xH[0], len(self.workers)
+    def _on_worker(self, core: Any, parts_1: Parts, slots_WxH: jax.Array) -> tuple[Any, jax.Array]:
+        parts, count = tuple(part[0] for part in parts_1), len(self.workers)
+        slots = slots_WxH[jax.lax.axis_index(AXIS)]
         if len(slots) > HOST_SLOTS:
             parts = self.layout.weighted(parts, slots[HOST_SLOTS])
         own = self.layout.outgoing(parts, slots[:HOST_SLOTS], jax.lax.axis_index(AXIS), count)
@@ -114,25 +115,30 @@ class Psum:
         program = jax.shard_map(
             self._on_worker,
             mesh=self.workers.mesh,
-            in_specs=(P(), P(AXIS), P(AXIS)),
+            in_specs=(P(), P(AXIS), P()),
             out_specs=(P(), P()),
             check_vma=False,
         )
-        wide = lambda size, dtype: jax.ShapeDtypeStruct((len(self.workers), size), dtype, sharding=self.workers.sharded)
-        parts = tuple(wide(size, self.layout.dtype) for size in self.layout.sizes)
+        wide = lambda size, dtype, place: jax.ShapeDtypeStruct((len(self.workers), size), dtype, sharding=place)
+        parts = tuple(wide(size, self.layout.dtype, self.workers.sharded) for size in self.layout.sizes)
+        said = wide(slots, np.float32, self.workers.replicated)
         with expected():
-            return jax.jit(program, donate_argnums=0).lower(self.core, parts, wide(slots, np.float32)).compile()
+            return jax.jit(program, donate_argnums=0).lower(self.core, parts, said).compile()
 
     def step(
         self, laps: Sequence[Lap], slots: Sequence[list[float]], at: Step, weights: Sequence[float] | None = None
     ) -> None:
         parts = tuple(self.workers.stack(part) for part in zip(*(lap.parts for lap in laps), strict=True))
-        run, said = self._run, np.asarray(slots, np.float32)
+        run, own = self._run, np.asarray(slots, np.float32)
         if weights is not None:
             if self._run_weighted is None:
                 self._run_weighted = self._compile(HOST_SLOTS + 1)
-            run, said = self._run_weighted, np.column_stack([said, np.asarray(weights, np.float32)])
-        self.core, self._tail = run(self.core, parts, self.workers.from_host(list(said)))
+            run, own = self._run_weighted, np.column_stack([own, np.asarray(weights, np.float32)])
+        # Every process fills in the rows of its own workers, which are the only ones they read: as a host array, for a
+        # sharded one costs three calls while all others wait.
+        said = np.zeros((len(self.workers), own.shape[1]), np.float32)
+        said[list(self.workers.local)] = own
+        self.core, self._tail = run(self.core, parts, said)
         self._views = self.workers.copies(jax.tree.leaves(self.core[:2]))  # while the devices are at it
 
     def state(self, step: int, cursor: int) -> State:

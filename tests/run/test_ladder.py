@@ -138,11 +138,30 @@ def test_an_error_that_is_not_about_memory_is_not_swallowed(monkeypatch):
         chunked()
 
 
+def test_prices_are_those_of_chunks_in_a_row(monkeypatch):
+    """On a fake clock, where the device takes 100 us a row, adding takes 20 us and every wait takes 200 us more."""
+    now = [0.0]
+
+    def takes(seconds):
+        def run(*_):
+            now[0] += seconds
+
+        return run
+
+    monkeypatch.setattr("hetjax.run.ladder.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("hetjax.run.ladder.jax.block_until_ready", takes(2e-4))
+    ladder = object.__new__(Ladder)
+    ladder.devices, ladder.join, ladder.priced_by_rows = ("cpu",), {"cpu": takes(2e-5)}, False
+    ladder.arguments = lambda rows, device: ()
+    ladder.programs = {rung: {"cpu": takes(1e-4 * rung)} for rung in (4, 16, 512)}
+    found = ladder.measure([4, 16, 512])
+    for rung, price in found.prices.items():
+        assert price == pytest.approx(1e-4 * rung, rel=0.05)
+    assert found.joint == pytest.approx(2e-5)
+
+
 def test_a_rung_joins_when_it_pays_at_the_present_counts(monkeypatch):
-    wide = lambda self, rungs: {
-        **{rung: 1e-3 + 1e-4 * rung for rung in rungs},
-        0: 1e-3,
-    }  # injected: a wide model's prices
+    wide = lambda self, rungs: ({rung: 1e-3 + 1e-4 * rung for rung in rungs}, 1e-3)  # injected: a wide model's prices
     monkeypatch.setattr(Ladder, "_time", wide)
     engine = chunked(capacity_W=np.full(2, 100))
     (ladder,) = engine.ladders.values()
