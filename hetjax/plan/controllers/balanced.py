@@ -36,7 +36,8 @@ class Balanced(Frame):
     - After the first plan, and after every jump or change point, the counts are looked at twice, as the estimates are
       better by then than those that they were made from: at the first step from which the worst of the N mean timings
       should be good to `polish` (8 to 32 steps, by the noise) a gain above (min_gain + u) / 2 is enough, and at step 72
-      any gain. Where there was a jump, the former holds at the `hasty` steps, too.
+      any gain. A change in between stands for a look. Where there was a jump, the former holds at the `hasty` steps,
+      too.
     - A jump may be a passing one. With p the fraction of jumps so far that lasted, new counts wait for the next timing
       if (1 - p) x their loss should it pass > p x the loss of waiting should it last. Counts that followed a jump are
       taken back with it.
@@ -114,6 +115,8 @@ class Balanced(Frame):
         if self.model.doubt_W.any() and self.before_W is None:
             self.before_W = counts_W
         self.planned, self.since = True, 0
+        if not look and self.calm > _LOOKS[0]:
+            self.looks += 1
         return best.counts_W, f"{why}: predicted gain {100 * gain:.0f}%"
 
     def _feel(self) -> None:
