@@ -42,13 +42,15 @@ SYNCS = ("equal", "balanced", "hogbatch", "adaptive-hogbatch", "adaptive-sgd")
 RATIOS = ("1:4", "1:16", "1:64")
 BATCH, SMALLEST, LARGEST = 256, 16, 256
 PHASE = 0.12  # seconds of the shortest phase: some 60 times what lies between two phases
-LEAST_PHASES = 80  # of the shortest kind: a run goes on for so long, that its start and end do not count for much
+LEAST_PHASES = 80, 40  # of the shortest and of the longest kind: a run goes on for both
 EQUAL_STEPS = 4
 MOST_SAMPLES = 40_000  # a run that is not there by then has failed
 
 
 class ToTarget:
     """A hook that notes when the loss over the whole training set is low enough, and ends the run then."""
+
+    least_s = 0.0  # a run goes on for so many seconds, that its start and end do not count for much
 
     def __init__(self, problem: Problem, trainer: Trainer, least: int):
         spare = jax.devices()[2]
@@ -65,7 +67,7 @@ class ToTarget:
         loss = float(self.loss(jax.device_put(state.params, self.spare)))
         if self.seconds is None and loss <= self.problem.target:
             self.seconds, self.samples = record.seconds, record.samples
-        if self.seconds is not None and record.samples >= self.least and record.seconds >= LEAST_PHASES * PHASE:
+        if self.seconds is not None and record.samples >= self.least and record.seconds >= self.least_s:
             self.trainer.stop()
 
 
@@ -85,6 +87,12 @@ def make_trainer(problem: Problem, sync: str, simulation: Simulation) -> Trainer
 def row_time(ratio: float) -> float:
     """Seconds of a row at speed 1, such that neither worker's shortest phase is below PHASE."""
     return max(PHASE / SMALLEST, PHASE * ratio / LARGEST)
+
+
+def least_seconds(ratio: float) -> float:
+    """That one worker waits for the other's last batch at the end is not to count for much."""
+    longest = row_time(ratio) * max(SMALLEST, LARGEST / ratio)
+    return max(LEAST_PHASES[0] * PHASE, LEAST_PHASES[1] * longest)
 
 
 def told(sync: str, history: History, there: ToTarget) -> dict[str, Any]:
@@ -119,6 +127,7 @@ def bench(problem: Problem, ratios: list[str], seeds: int, say: Callable[[str], 
             for ratio in ratios:
                 speed = float(ratio.partition(":")[2])
                 simulation.trace, simulation.row_time = constant([1.0, speed]), row_time(speed)
+                hook.least_s = least_seconds(speed)
                 uncharged = {}
                 if sync == "balanced":
                     trainer.controller = controllers.make(sync)

@@ -18,7 +18,7 @@ from hetjax.run.compiles import expected
 log = logging.getLogger("hetjax")
 Arguments = Callable[[int, jax.Device | None], tuple]  # (rows, device) -> arguments; shapes only when device is None
 
-_ROUNDS, _BUDGET = 25, 0.15  # time every rung so often, or until that has taken so many seconds each; thrice at least
+_ROUNDS, _BUDGET = 12, 0.15  # time every rung so often, or until that has taken so many seconds each; thrice at least
 _IN_A_ROW, _CHAIN = 16, 0.01  # chunks timed in a row: at most so many, and for so many seconds
 _CHUNK_COST_IN_ROWS = 0.25  # where rows are the price, one more chunk is still not quite free
 _AROUND = (0.9, 0.95, 1.0, 1.05, 1.1)  # where a further rung is judged, in counts
@@ -69,9 +69,7 @@ class Ladder:
 
     def measure(self, rungs: Sequence[int]) -> PriceList:
         """The prices of these rungs, on the first of the devices."""
-        seconds, joint = self._time(rungs)
-        prices = {rung: self._price(rung, seconds[rung]) for rung in rungs}
-        joint = 0.0 if self.priced_by_rows else joint
+        prices, joint = self._prices(rungs)
         return PriceList(prices, joint, unit=prices[max(prices)] / max(prices))
 
     def compile(self, rung: int) -> dict[jax.Device, Any] | None:
@@ -92,9 +90,8 @@ class Ladder:
         """Take a compiled rung into use, priced side by side with the rung next to it, whatever the machine does."""
         if self._try(rung, programs):
             known = _nearest(list(self.list.prices), rung)
-            seconds, _ = self._time([rung, known])
-            price = self._price(rung, seconds[rung] * self.list.prices[known] / seconds[known])
-            self.list = self.list.adding(rung, price)
+            now, _ = self._prices([rung, known])
+            self.list = self.list.adding(rung, now[rung] * self.list.prices[known] / now[known])
 
     def _try(self, rung: int, programs: dict[jax.Device, Any] | None) -> bool:
         """A first run; a rung that runs out of memory is dropped."""
@@ -108,15 +105,14 @@ class Ladder:
         self.programs[rung] = programs
         return True
 
-    def _price(self, rung: int, seconds: float) -> float:
-        return rung + _CHUNK_COST_IN_ROWS if self.priced_by_rows else seconds
-
-    def _time(self, rungs: Sequence[int]) -> tuple[dict[int, float], float]:
-        """The shortest seconds of a chunk of each rung, and of adding one chunk's sums to another's.
+    def _prices(self, rungs: Sequence[int]) -> tuple[dict[int, float], float]:
+        """The shortest seconds of a chunk of each rung, and of adding one chunk's sums to another's; or rows.
 
         Chunks are timed in a row, as in a phase: there the host is ahead of the device, and a wait for every single one
         would make the small ones look dear. All take turns, so that a busy moment hits all alike.
         """
+        if self.priced_by_rows:
+            return {rung: rung + _CHUNK_COST_IN_ROWS for rung in rungs}, 0.0
         arguments = {rung: self.arguments(rung, self.devices[0]) for rung in rungs}
         once = {rung: self._chain(rung, arguments[rung], 1) for rung in rungs}
         chunks = {rung: min(max(round(_CHAIN / once[rung]), 1), _IN_A_ROW) for rung in rungs}

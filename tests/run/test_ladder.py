@@ -162,7 +162,7 @@ def test_prices_are_those_of_chunks_in_a_row(monkeypatch):
 
 def test_a_rung_joins_when_it_pays_at_the_present_counts(monkeypatch):
     wide = lambda self, rungs: ({rung: 1e-3 + 1e-4 * rung for rung in rungs}, 1e-3)  # injected: a wide model's prices
-    monkeypatch.setattr(Ladder, "_time", wide)
+    monkeypatch.setattr(Ladder, "_prices", wide)
     engine = chunked(capacity_W=np.full(2, 100))
     (ladder,) = engine.ladders.values()
     assert len(ladder.programs) == 4

@@ -2,7 +2,10 @@
 
 On a CPU a collective and compute on the same device run one after the other, so that nothing would overlap; a second
 CPU device of the process does nothing but the exchanges, and a thread waits for it. The same device serves the nodes
-whose workers are GPUs or TPUs: parameters then travel by way of the host.
+whose workers are GPUs or TPUs: parameters then travel by way of the host, beside the steps. XLA could hide a collective
+behind the compute of the same program there, but that program would have to be one and the same on all nodes, entered
+by all of them at once: nodes would wait for each other in every step that carries a part of an exchange, a late one
+would stop all, and none could have engines, counts, kinds of device or a number of steps of its own.
 """
 
 from __future__ import annotations
