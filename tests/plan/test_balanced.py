@@ -43,6 +43,13 @@ def test_settles_in_two_changes_and_then_holds_still(rates, delay, seed):
     assert run.changed_T[200:].sum() == 0
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_at_most_two_changes_in_200_steps_of_noisy_but_constant_workers(seed):
+    trace = constant((4, 2, 1, 1), steps=210, noise=0.1)
+    run = simulate(make("balanced"), trace, trace.draw(seed), 1)
+    assert run.changed_T[10:].sum() <= 2
+
+
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("seed", range(4))
 def test_recovers_from_a_worker_that_becomes_twice_as_slow(delay, seed):
