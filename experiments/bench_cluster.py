@@ -5,12 +5,12 @@
 Every process computes on one thread and is throttled to its quota of a core by a control group; gradients are summed
 by gloo. The ideal is the sum of the workers' solo speeds: the same engine under the same quotas, all running at once,
 no reduce. All comes from one run of the same processes, in rounds, as the machine itself changes its speed: every
-controller goes on for its part of the steps in each, and the solo speeds are measured before, between and after them.
-Then the quotas are swapped, under one controller after the other.
+controller goes on for its part of the steps in each, and the solo speeds are measured before and after every part. Then
+the quotas are swapped, under one controller after the other.
 The laws that act seldom do so every 5 steps, and are called by their plain name; NAME@K acts every K steps.
 
-efficiency      samples/s / ideal, from the eleventh step on, the first one of every further round left out; ± half the
-                range over the rounds, each beside the solo speeds measured before and after it
+efficiency      samples/s / ideal, from the eleventh step on, the first one of every further round left out; ± the
+                standard error over the rounds, each seen beside the solo speeds measured before and after it
 imbalance       (max - min) / mean of the workers' mean local times
 overhead        median of step time - slowest local time; its share of the step time
 noise ceiling   what the best FIXED split could reach: mean over steps of mean / max worker time, for the counts that
@@ -105,13 +105,18 @@ def joined(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     return stretch | {"changed": changed, "recompiles": sum(seen["recompiles"] for seen in rounds)}
 
 
-def efficiency_by_round(rounds: list[dict[str, Any]], batch: int, solo_sums: Sequence[float]) -> list[float]:
-    """Each round's rate over the mean of the ideals before and after it: what the machine's own changes leave."""
+def efficiency_by_round(rounds: list[dict[str, Any]], batch: int, ideals: Sequence[float]) -> list[float]:
+    """Each round's rate over the ideal around it: what the machine's own changes leave."""
     found = []
-    for k, seen in enumerate(rounds):
+    for k, (seen, ideal) in enumerate(zip(rounds, ideals, strict=True)):
         steps = seen["step_times"][1 if k else SKIP :]
-        found.append(batch * len(steps) / sum(steps) / ((solo_sums[k] + solo_sums[k + 1]) / 2))
+        found.append(batch * len(steps) / sum(steps) / ideal)
     return found
+
+
+def standard_error(by_round: Sequence[float]) -> float:
+    """Of the mean over the rounds; NaN of a single one."""
+    return float(np.std(by_round, ddof=1) / len(by_round) ** 0.5) if len(by_round) > 1 else float("nan")
 
 
 def figures(seen: dict[str, Any], batch: int, ideal: float) -> dict[str, float]:
@@ -180,7 +185,7 @@ def table_of(by_name: dict[str, dict[str, Any]], by_round: dict[str, list[float]
     for column in ("controller", "samples/s", "efficiency", "imbalance", "overhead", "changes", "recovery"):
         table.add_column(column, justify="left" if column == "controller" else "right", no_wrap=True)
     for name, seen in by_name.items():
-        spread = f" ±{np.ptp(by_round[name]) / 2:.3f}" if len(by_round[name]) > 1 else ""
+        spread = f" ±{standard_error(by_round[name]):.3f}" if len(by_round[name]) > 1 else ""
         table.add_row(
             name,
             f"{seen['samples_per_s']:,.0f}",
@@ -199,7 +204,7 @@ def main(
     quotas: str = "0.8,0.4,0.2,0.2",
     batch_size: int = 1024,
     steps: int = 210,
-    rounds: int = 3,
+    rounds: int = 7,
     hidden: int = 0,
     swaps: int = 5,
     swap_every: int = 30,
@@ -240,7 +245,7 @@ def main(
         "hidden": hidden,
         "swaps": swaps,
         "swap_every": swap_every,
-        "solo_s": 1.0 if quick else 6.0,
+        "solo_s": 1.0 if quick else 2.0,
     }
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # control groups are removed on the way out
     try:
@@ -250,14 +255,15 @@ def main(
         return 2
     solos = np.array([message["solo"] for message in heard if "solo" in message])
     ideal = float(solos.sum(axis=1).mean())
+    around = (solos[:-1] + solos[1:]).sum(axis=1) / 2  # every part of every controller, in turn
     by_name: dict[str, dict[str, Any]] = {}
     by_round: dict[str, list[float]] = {}
-    for name in names:
+    for k, name in enumerate(names):
         mine = [message for message in heard if message.get("controller") == name]
         in_rounds = [message["quiet"] for message in mine if "quiet" in message]
         quiet = joined(in_rounds)
         by_name[name] = figures(quiet, batch_size, ideal)
-        by_round[name] = efficiency_by_round(in_rounds, batch_size, solos.sum(axis=1))
+        by_round[name] = efficiency_by_round(in_rounds, batch_size, around[k :: len(names)])
         if name == "balanced":
             ceiling = noise_ceiling(quiet, by_name[name]["overhead_share"])
         if swaps:

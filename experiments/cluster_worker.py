@@ -159,7 +159,7 @@ def main() -> None:
         for _ in range(orders["rounds"]):
             for name, controller in quiet.items():
                 parent.tell(controller=name, quiet=run(controller, {0: quotas}, orders["steps"] // orders["rounds"]))
-            solo()
+                solo()
         every, swaps, other = orders["swap_every"], orders["swaps"], swapped(quotas)
         by_step = {0: quotas} | {every * k: other if k % 2 else quotas for k in range(1, swaps + 1)}
         for name, controller in fresh().items() if swaps else ():
