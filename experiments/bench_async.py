@@ -27,7 +27,7 @@ import numpy as np
 import optax
 import tyro
 from async_problems import Problem, digits, loss_fn, sparse
-from async_speed_up import real_speed_up, simulated_speed_up
+from async_speed_up import PHASES, real_speed_up, simulated_speed_up
 from rich.console import Console
 from rich.table import Table
 
@@ -251,9 +251,10 @@ def main(
     if json_file is not None:
         json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     said = f"Two equal workers against one: {simulated_speed_up():.2f} times the samples/s with simulated speeds"
-    if not quick:
-        real = real_speed_up()
-        said += f", {real['hogbatch']:.2f} times with real ones, a core each; two bare threads {real['bare']:.2f} times"
+    for phase in () if quick else PHASES:
+        real = real_speed_up(phase)
+        said += f"; {real['hogbatch']:.2f} times with real ones, a core each, in phases of {phase} (two bare threads "
+        said += f"{real['bare']:.2f} times)"
     console.print(f"{said}.", soft_wrap=True, highlight=False)
 
 
