@@ -204,7 +204,7 @@ def main(
     quotas: str = "0.8,0.4,0.2,0.2",
     batch_size: int = 1024,
     steps: int = 210,
-    rounds: int = 7,
+    rounds: int = 3,
     hidden: int = 0,
     swaps: int = 5,
     swap_every: int = 30,

@@ -48,6 +48,7 @@ JUMP_Z, JUMP_RATIO = 5.0, 0.2
 CHANGE_LIMIT, CHANGE_CLIP, CHANGE_SCALES = 12.0, 4.0, 6
 STEADY = 24  # timings at the same work before a change point counts as news
 NOISE_MEMORY = 400.0  # steps
+_SCALES_S = 1 << np.arange(CHANGE_SCALES)
 
 
 class CostModel:
@@ -143,17 +144,16 @@ class CostModel:
         own_W = np.where(on_W, np.square(self.relative_sd(x_W)) + np.square(self.noise_W), 1.0)
         limit_W = CLIP * np.sqrt(own_W + self.common)
         r_W = np.where(on_W, t_W / time_W - 1.0, 0.0)
-        mild_W = np.clip(r_W, -limit_W, limit_W)
+        mild_W = _within(r_W, limit_W)
         sum_r = float(mild_W.sum())
         pairs = (sum_r * sum_r - float((mild_W * mild_W).sum())) / (number * (number - 1))
         factor = 1.0 + self._event(r_W[on_W], float(limit_W[on_W].sum()) / number)
         if self.common > 0:
-            rest_W = np.where(on_W, np.clip((1.0 + r_W) / factor - 1.0, -limit_W, limit_W) / own_W, 0.0)
+            rest_W = np.where(on_W, _within((1.0 + r_W) / factor - 1.0, limit_W) / own_W, 0.0)
             factor *= 1.0 + float(rest_W.sum()) / (1.0 / self.common + float((on_W / own_W).sum()))
         self.common_weight = min(self.common_weight + 1.0, NOISE_MEMORY)
         self.common = max(self.common + (pairs - self.common) / self.common_weight, 0.0)
-        everybody_W = np.ones(len(t_W), bool)
-        self._rescale(everybody_W, np.full(len(t_W), 1.0 + 0.1 * (factor - 1.0)), 0.0)
+        self._scale(1.0 + 0.1 * (factor - 1.0))
         return t_W / (1.0 + 0.9 * (factor - 1.0))
 
     def _event(self, r_N: np.ndarray, limit: float) -> float:
@@ -183,7 +183,7 @@ class CostModel:
         even_W = np.where(on_W, z_W / np.sqrt(ratio_W), 0.0)
         jump_W = on_W & off_W & (np.abs(even_W) > JUMP_Z)
         learn_W = on_W & ~jump_W
-        step_W = np.where(learn_W, np.clip(z_W, -CLIP, CLIP) / sd_W, 0.0)
+        step_W = np.where(learn_W, _within(z_W, CLIP) / sd_W, 0.0)
         self.startup_W = self.startup_W + gain_s_W * step_W
         self.per_work_W = self.per_work_W + gain_p_W * step_W
         shrink_W = np.where(learn_W, 1.0 / total_W, 0.0)
@@ -197,7 +197,7 @@ class CostModel:
         same_W = np.abs(x_W - self.work_W) <= 0.02 * x_W
         self.steady_W = np.where(on_W, np.where(same_W, self.steady_W + 1, 0), self.steady_W)
         self.work_W = np.where(on_W, x_W, self.work_W)
-        mild_W = np.where(learn_W, np.clip(even_W, -CHANGE_CLIP, CHANGE_CLIP), 0.0)
+        mild_W = np.where(learn_W, _within(even_W, CHANGE_CLIP), 0.0)
         self._change_point(mild_W, sd_W / time_W, learn_W, jump_W)
 
     def _forget(self, on_W: np.ndarray, drift: float | np.ndarray = DRIFT) -> None:
@@ -241,7 +241,7 @@ class CostModel:
         self.noise = float(np.sqrt(max(variance, 1e-8)))
         weight_W = np.minimum(OWN_WEIGHT + self.seen_W, NOISE_MEMORY)
         ratio_W = self.ratio_W * (1.0 + surprise_W / weight_W)
-        ratio_W = np.where(on_W, np.clip(ratio_W, 0.05, 20.0), self.ratio_W)
+        ratio_W = np.where(on_W, np.minimum(np.maximum(ratio_W, 0.05), 20.0), self.ratio_W)
         self.ratio_W = ratio_W * (len(ratio_W) / float(ratio_W.sum()))  # the mean is the common one's business
 
     def _jump(self, jump_W: np.ndarray, ratio_W: np.ndarray) -> None:
@@ -253,12 +253,14 @@ class CostModel:
 
     def _rescale(self, who_W: np.ndarray, ratio_W: np.ndarray, sd: float | np.ndarray) -> None:
         """theta *= ratio, and the new scale is known to a relative sd."""
-        ratio_W = np.where(who_W, ratio_W, 1.0)
-        self.startup_W, self.per_work_W = self.startup_W * ratio_W, self.per_work_W * ratio_W
-        square_W = ratio_W * ratio_W
-        self.var_ss_W, self.var_sp_W = self.var_ss_W * square_W, self.var_sp_W * square_W
-        self.var_pp_W = self.var_pp_W * square_W
+        self._scale(np.where(who_W, ratio_W, 1.0))
         self._forget(who_W, sd)
+
+    def _scale(self, ratio: float | np.ndarray) -> None:
+        self.startup_W, self.per_work_W = self.startup_W * ratio, self.per_work_W * ratio
+        square = ratio * ratio
+        self.var_ss_W, self.var_sp_W = self.var_ss_W * square, self.var_sp_W * square
+        self.var_pp_W = self.var_pp_W * square
 
     def _settle_doubts(self, x_W: np.ndarray, t_W: np.ndarray, on_W: np.ndarray) -> None:
         """Take a jump back where this timing fits the model before it better."""
@@ -283,26 +285,20 @@ class CostModel:
         self.age_W = np.where(reset_W, 0, self.age_W + on_W)
         sums_2xSxW = np.where(reset_W, 0.0, self.sums_2xSxW)
         sums_2xSxW[1] += z_W
-        best_W, shift_W, length_best_W = np.zeros(len(z_W)), np.zeros(len(z_W)), np.ones(len(z_W))
-        for k in range(CHANGE_SCALES):
-            scale = 1 << k
-            length_W = np.maximum(np.minimum(self.age_W, scale + 1 + (self.clock - 1) % scale), 1)
-            sum_W = sums_2xSxW[0, k] + sums_2xSxW[1, k]
-            ratio_W = np.where(length_W >= 2, sum_W * sum_W / (2.0 * length_W), 0.0)
-            better_W = ratio_W > best_W
-            best_W = np.where(better_W, ratio_W, best_W)
-            shift_W = np.where(better_W, sum_W / length_W, shift_W)
-            length_best_W = np.where(better_W, length_W, length_best_W)
-            if self.clock % scale == 0:
-                sums_2xSxW[0, k] = sums_2xSxW[1, k]
-                sums_2xSxW[1, k] = 0.0
-        changed_W = on_W & (best_W > self.limit)
+        length_SxW = np.maximum(np.minimum(self.age_W, (_SCALES_S + 1 + (self.clock - 1) % _SCALES_S)[:, None]), 1)
+        sum_SxW = sums_2xSxW[0] + sums_2xSxW[1]
+        ratio_SxW = np.where(length_SxW >= 2, sum_SxW * sum_SxW / (2.0 * length_SxW), 0.0)
+        changed_W = on_W & (ratio_SxW.max(axis=0) > self.limit)
+        full_S = self.clock % _SCALES_S == 0
+        sums_2xSxW[0, full_S] = sums_2xSxW[1, full_S]
+        sums_2xSxW[1, full_S] = 0.0
         if changed_W.any():
             # Soon after new counts it is the model that was wrong about them, not the world that has changed.
             self.shifted = bool(np.any(changed_W & (self.steady_W >= STEADY)))
-            log_W = shift_W * relative_W
-            ratio_W = 1.0 + log_W + 0.5 * log_W * log_W  # close to exp
-            self._rescale(changed_W, ratio_W, self.noise_W / np.sqrt(length_best_W))
+            likeliest = ratio_SxW.argmax(axis=0), np.arange(len(z_W))
+            length_W = length_SxW[likeliest]
+            log_W = sum_SxW[likeliest] / length_W * relative_W
+            self._rescale(changed_W, 1.0 + log_W + 0.5 * log_W * log_W, self.noise_W / np.sqrt(length_W))  # about exp
             sums_2xSxW = np.where(changed_W, 0.0, sums_2xSxW)
             self.age_W = np.where(changed_W, 0, self.age_W)
         self.sums_2xSxW = sums_2xSxW
@@ -315,3 +311,8 @@ class CostModel:
         for name in self.saved:
             value = state.get(name, getattr(self, name))  # what an older version did not save starts afresh
             setattr(self, name, np.array(value) if isinstance(value, list) else value)
+
+
+def _within(x_W: np.ndarray, limit: float | np.ndarray) -> np.ndarray:
+    """As np.clip, which takes ten times as long for a few workers."""
+    return np.minimum(np.maximum(x_W, -limit), limit)
