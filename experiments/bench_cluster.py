@@ -5,8 +5,8 @@
 Every process computes on one thread and is throttled to its quota of a core by a control group; gradients are summed
 by gloo. The ideal is the sum of the workers' solo speeds: the same engine under the same quotas, all running at once,
 no reduce. All comes from one run of the same processes, in rounds, as the machine itself changes its speed: every
-controller goes on for its part of the steps in each, and the solo speeds are measured before and after every part. Then
-the quotas are swapped, under one controller after the other.
+controller goes on for its part of the steps in each, another one first, and the solo speeds are measured before and
+after every part. Then the quotas are swapped, under one controller after the other.
 The laws that act seldom do so every 5 steps, and are called by their plain name; NAME@K acts every K steps.
 
 efficiency      samples/s / ideal, from the eleventh step on, the first one of every further round left out; ± the
@@ -255,15 +255,16 @@ def main(
         return 2
     solos = np.array([message["solo"] for message in heard if "solo" in message])
     ideal = float(solos.sum(axis=1).mean())
-    around = (solos[:-1] + solos[1:]).sum(axis=1) / 2  # every part of every controller, in turn
+    parts = [message["controller"] for message in heard if "quiet" in message]  # a solo before and after each
+    around = (solos[:-1] + solos[1:]).sum(axis=1) / 2
     by_name: dict[str, dict[str, Any]] = {}
     by_round: dict[str, list[float]] = {}
-    for k, name in enumerate(names):
+    for name in names:
         mine = [message for message in heard if message.get("controller") == name]
         in_rounds = [message["quiet"] for message in mine if "quiet" in message]
         quiet = joined(in_rounds)
         by_name[name] = figures(quiet, batch_size, ideal)
-        by_round[name] = efficiency_by_round(in_rounds, batch_size, around[k :: len(names)])
+        by_round[name] = efficiency_by_round(in_rounds, batch_size, around[[part == name for part in parts]])
         if name == "balanced":
             ceiling = noise_ceiling(quiet, by_name[name]["overhead_share"])
         if swaps:

@@ -156,9 +156,11 @@ def main() -> None:
 
         solo()
         quiet = fresh()
-        for _ in range(orders["rounds"]):
-            for name, controller in quiet.items():
-                parent.tell(controller=name, quiet=run(controller, {0: quotas}, orders["steps"] // orders["rounds"]))
+        names = list(quiet)
+        for k in range(orders["rounds"]):
+            first = k * len(names) // orders["rounds"]  # nobody is always the first or the last
+            for name in names[first:] + names[:first]:
+                parent.tell(controller=name, quiet=run(quiet[name], {0: quotas}, orders["steps"] // orders["rounds"]))
                 solo()
         every, swaps, other = orders["swap_every"], orders["swaps"], swapped(quotas)
         by_step = {0: quotas} | {every * k: other if k % 2 else quotas for k in range(1, swaps + 1)}
