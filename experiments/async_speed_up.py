@@ -2,7 +2,7 @@
 
 Real ones share XLA's CPU runtime, memory, and their two cores with the thread that fetches rows: what two bare threads
 reach with the same gradient is measured beside them. Phases of 0.2 s are the ones that simulated workers have, too; in
-those of 0.03 s the host's part, some 5 ms a batch for a core that the next gradient waits for, is seen.
+those of 0.03 s the host's part of a batch, some 5 ms on the same cores, is seen.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hetjax.run.simulate import constant
 from hetjax.sync import Hogbatch
 
 WAYS = ("hogbatch", "bare")
-PHASES = {"0.2 s": ((1024, 1024, 1024, 10), 2048), "0.03 s": ((256, 256, 256, 10), 4096)}  # widths and batch
+PHASES = {0.2: ((1024, 1024, 1024, 10), 2048), 0.03: ((256, 256, 256, 10), 4096)}  # by seconds: widths and batch
 
 
 def simulated_speed_up() -> float:
@@ -35,7 +35,7 @@ def simulated_speed_up() -> float:
     return two / one
 
 
-def real_speed_up(phase: str, repeats: int = 5) -> dict[str, float]:
+def real_speed_up(phase: float, repeats: int = 5) -> dict[str, float]:
     """The same where every worker has a core: medians of runs in turn. NaN if there are no two cores."""
     if len(os.sched_getaffinity(0)) < 2:
         return dict.fromkeys(WAYS, float("nan"))
@@ -43,24 +43,25 @@ def real_speed_up(phase: str, repeats: int = 5) -> dict[str, float]:
     return {way: float(np.median([ratio[way] for ratio in ratios])) for way in WAYS}
 
 
-def own_process(way: str, phase: str, workers: int) -> float:
+def own_process(way: str, phase: float, workers: int) -> float:
     """Samples per second on as many cores as there are workers: otherwise XLA gives one worker all of them."""
     cores = sorted(os.sched_getaffinity(0))[:workers]
     pinned = f"import os; os.sched_setaffinity(0, {cores}); import async_speed_up as here"
-    command = [sys.executable, "-c", f"{pinned}; print(here.real({way!r}, {phase!r}, {workers}))"]
+    command = [sys.executable, "-c", f"{pinned}; print(here.real({way!r}, {phase}, {workers}))"]
     env = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={workers}"}
     folder = Path(__file__).resolve().parent
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=True)
     return float(done.stdout.split()[-1])
 
 
-def real(way: str, phase: str, workers: int, seconds: float = 4.0) -> float:
+def real(way: str, phase: float, workers: int, seconds: float = 4.0) -> float:
     """On real devices, for some seconds."""
     widths, batch = PHASES[phase]
-    problem, calls = made(widths, 4 * batch), round(seconds / float(phase.removesuffix(" s")))
+    batches = 4  # in an epoch
+    problem, calls = made(widths, batches * batch), round(seconds / phase)
     if way == "bare":
         return bare(workers, problem, batch, calls)
-    return hogbatch(workers, problem, batch, calls * workers // 4)
+    return hogbatch(workers, problem, batch, workers * calls // batches)
 
 
 def made(widths: tuple[int, ...], size: int) -> Problem:

@@ -253,7 +253,7 @@ def main(
     said = f"Two equal workers against one: {simulated_speed_up():.2f} times the samples/s with simulated speeds"
     for phase in () if quick else PHASES:
         real = real_speed_up(phase)
-        said += f"; {real['hogbatch']:.2f} times with real ones, a core each, in phases of {phase} (two bare threads "
+        said += f"; {real['hogbatch']:.2f} times with real ones, a core each, in phases of {phase} s (two bare threads "
         said += f"{real['bare']:.2f} times)"
     console.print(f"{said}.", soft_wrap=True, highlight=False)
 

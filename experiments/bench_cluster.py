@@ -115,8 +115,8 @@ def efficiency_by_round(rounds: list[dict[str, Any]], batch: int, ideals: Sequen
 
 
 def standard_error(by_round: Sequence[float]) -> float:
-    """Of the mean over the rounds; NaN of a single one."""
-    return float(np.std(by_round, ddof=1) / len(by_round) ** 0.5) if len(by_round) > 1 else float("nan")
+    """Of the mean over two rounds or more."""
+    return float(np.std(by_round, ddof=1) / len(by_round) ** 0.5)
 
 
 def figures(seen: dict[str, Any], batch: int, ideal: float) -> dict[str, float]:
