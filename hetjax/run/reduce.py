@@ -24,6 +24,7 @@ from hetjax.plan.sampler import Step
 from hetjax.run.clocks import Lap
 from hetjax.run.compiles import expected
 from hetjax.run.layout import HOST_SLOTS, SLOTS, Layout, Parts, Report
+from hetjax.run.sum_parts import sum_parts
 from hetjax.run.update import Finish, State
 from hetjax.run.workers import AXIS, Workers
 
@@ -109,7 +110,7 @@ class Psum:
         if len(slots) > HOST_SLOTS:
             parts = self.layout.weighted(parts, slots[HOST_SLOTS])
         own = self.layout.outgoing(parts, slots[:HOST_SLOTS], jax.lax.axis_index(AXIS), count)
-        return apply_where_finite(self.layout, self.finish, core, jax.lax.psum(own, AXIS), count)
+        return apply_where_finite(self.layout, self.finish, core, sum_parts(own, self.workers), count)
 
     def _compile(self, slots: int) -> Any:
         program = jax.shard_map(

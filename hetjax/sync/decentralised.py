@@ -34,6 +34,7 @@ from hetjax.run.clocks import Lap
 from hetjax.run.compiles import expected
 from hetjax.run.layout import HOST_SLOTS, SLOTS, Parts, Report, Sums
 from hetjax.run.reduce import Reduce
+from hetjax.run.sum_parts import sum_parts
 from hetjax.run.update import State
 from hetjax.run.workers import AXIS
 from hetjax.sync.protocol import Setting
@@ -140,7 +141,7 @@ class Neighbours:
         slots, weight, active_R = said[:HOST_SLOTS], said[HOST_SLOTS], said[HOST_SLOTS + 1 :]
         layout, count = self.layout, len(self.workers)
         sent = layout.outgoing(parts, slots, jax.lax.axis_index(AXIS), count)
-        tail = jax.lax.psum(layout.tail(sent), AXIS)
+        (tail,) = sum_parts((layout.tail(sent),), self.workers)
         finite = jnp.all(tail[-count * len(SLOTS) :].reshape(count, -1)[:, SLOTS.index("nonfinite")] == 0)
         params = self._mixed(core[0], active_R) if mixes else core[0]
         total = tail[1]  # the weight of all samples, behind the loss

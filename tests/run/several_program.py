@@ -1,15 +1,17 @@
 """The core over the processes of the launcher: several_program.py DEVICES FOLDER [MISTAKE].
 
-Random plans (the same in all processes) with each engine, and once unequal shares that stay; every process writes what
-it saw and which samples it read.
+Random plans (the same in all processes) with each engine, once with sums too large to be sent by everybody to
+everybody, and once unequal shares that stay; every process writes what it saw and which samples it read.
 MISTAKE: 'plan', process 1 plans step 3 otherwise; 'start', it starts from other parameters; 'optimiser', with another
 momentum; 'end', it wants to train for longer.
 """
 
 import json
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 
@@ -23,6 +25,7 @@ def runs(devices, mistake=None, process=0):
     from tiny_problem import trainer_for
 
     from hetjax.plan.controllers.protocol import Plan
+    from hetjax.run import sum_parts
 
     class Odd(RandomPlans):
         def plan(self, batch, limits, epoch=0):
@@ -43,8 +46,9 @@ def runs(devices, mistake=None, process=0):
             return Plan(counts_W)
 
     found = {}
-    for name in ("chunked", "looped", "masked", "steady"):
-        controller, engine = (Steady(SEED), "looped") if name == "steady" else (Odd(SEED), name)
+    for name in ("chunked", "looped", "masked", "large", "steady"):
+        engine = name if name in ("chunked", "masked") else "looped"
+        controller = Steady(SEED) if name == "steady" else Odd(SEED)
         trainer, source, state = trainer_for(
             devices, controller=controller, engine=engine, wait_limit=60,
             rungs=None if engine != "chunked" else [4, 16],
@@ -54,7 +58,8 @@ def runs(devices, mistake=None, process=0):
         if mistake == "optimiser" and process == 1:
             state = replace(state, opt_state=jax.tree.map(lambda x: x + 1, state.opt_state))
         read, steps = Reads(source), STEPS + (mistake == "end" and process == 1)
-        with trainer:
+        limit = patch.object(sum_parts, "_AT_ONCE", 0) if name == "large" else nullcontext()
+        with trainer, limit:
             state, history = trainer.fit(state, read, steps=steps)
             tested = trainer.evaluate(state, source)
         params = {key: np.asarray(value).tolist() for key, value in state.params.items()}

@@ -1,0 +1,43 @@
+"""Small parts sent by everybody to everybody give the sum of all, the same on all workers."""
+
+import functools
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from hetjax.run import sum_parts as module
+from hetjax.run.workers import AXIS, Workers
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+@pytest.mark.parametrize("sizes", [(5,), (7, 1, 20)])
+def test_everybody_gets_the_sum_in_worker_order(monkeypatch, count, sizes):
+    monkeypatch.setattr(module, "at_once", lambda nbytes, workers: True)
+    workers, rng = Workers.of(jax.devices()[:count]), np.random.default_rng(0)
+    parts = tuple(rng.normal(size=(count, size)).astype(np.float32) for size in sizes)
+    program = jax.shard_map(
+        lambda *parts: tuple(x[None] for x in module.sum_parts(tuple(part[0] for part in parts), workers)),
+        mesh=workers.mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False,
+    )  # fmt: skip
+    for summed, part in zip(jax.jit(program)(*parts), parts, strict=True):
+        for seen in np.asarray(summed):
+            np.testing.assert_array_equal(seen, functools.reduce(np.add, part))
+
+
+@pytest.mark.parametrize(
+    ("platform", "several", "nbytes", "expected"),
+    [
+        ("cpu", True, 80_000, True),
+        ("cpu", True, 2**19, False),
+        ("cpu", False, 80_000, False),
+        ("gpu", True, 80_000, False),
+    ],
+)
+def test_only_small_vectors_between_cpu_processes_are_sent_at_once(platform, several, nbytes, expected):
+    class Some(list):
+        devices, several_processes = [SimpleNamespace(platform=platform)] * 4, several
+
+    assert module.at_once(nbytes, Some(range(4))) is expected
