@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,11 +18,18 @@ _ROUNDS = 6
 
 def _mix(value: np.ndarray, key: np.uint64) -> np.ndarray:
     """The finaliser of SplitMix64 (Steele, Lea, Flood 2014): 64 bits in, 64 well-mixed bits out."""
-    with np.errstate(over="ignore"):
-        z = value + key
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return z ^ (z >> np.uint64(31))
+    z = value + key
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+@lru_cache(maxsize=16)
+def _keys(seed: int, epoch: int) -> list[np.uint64]:
+    """One for each round; asked for by every step of an epoch."""
+    base = _mix(np.array([seed & 0xFFFFFFFFFFFFFFFF], np.uint64), np.uint64(0x9E3779B97F4A7C15))
+    base = _mix(base ^ np.uint64(epoch), np.uint64(0xD1B54A32D192ED03))
+    return [_mix(base, np.uint64(r + 1))[0] for r in range(_ROUNDS)]
 
 
 def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
@@ -33,9 +41,7 @@ def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarr
     """
     half = max(1, (max(size - 1, 1).bit_length() + 1) // 2)
     mask, shift = np.uint64((1 << half) - 1), np.uint64(half)
-    base = _mix(np.array([seed & 0xFFFFFFFFFFFFFFFF], np.uint64), np.uint64(0x9E3779B97F4A7C15))
-    base = _mix(base ^ np.uint64(epoch), np.uint64(0xD1B54A32D192ED03))
-    keys = [_mix(base, np.uint64(r + 1))[0] for r in range(_ROUNDS)]
+    keys = _keys(seed, epoch)
 
     def feistel(value: np.ndarray) -> np.ndarray:
         left, right = value >> shift, value & mask

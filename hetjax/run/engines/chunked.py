@@ -174,10 +174,10 @@ class Chunked:
                 ladder.add(rung, programs)
                 self._survey()
                 self._settled = 0  # the same counts may be worth a further rung
-        if self._growing is None:
+        if self._growing is None and any(len(x.list.prices) < len(x.wanted) for x in self.ladders.values()):
             self._settled = self._settled + 1 if np.array_equal(counts_W, self._counts_W) else 0
             self._counts_W = counts_W
-            if self._settled == _SETTLED and any(len(x.list.prices) < len(x.wanted) for x in self.ladders.values()):
+            if self._settled == _SETTLED:
                 self._growing = self._background.submit(self._next_rung, counts_W)
 
     def _next_rung(self, counts_W: np.ndarray) -> tuple[Ladder, int, Any] | None:
