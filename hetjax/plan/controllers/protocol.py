@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,12 +21,12 @@ class Plan:
     reason: str = ""  # a few words for the log: "first plan", "worker 2 slower: predicted gain 18%"
     weights_W: np.ndarray | None = None  # worker i's gradient sum counts this many times; None: once, which is unbiased
 
-    @property
+    @cached_property
     def bounds_W1(self) -> np.ndarray:
         """Prefix sums: worker i computes the samples bounds[i] <= position < bounds[i + 1] of the global batch."""
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.counts_W)])
 
-    @property
+    @cached_property
     def checksum(self) -> int:
         """A fingerprint below 2**24, so that it travels exactly in a float32."""
         return zlib.crc32(np.ascontiguousarray(self.counts_W, dtype="<i8").tobytes()) & 0xFFFFFF
