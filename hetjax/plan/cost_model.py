@@ -75,7 +75,7 @@ class CostModel:
         self.age_W = np.zeros(workers, np.int64)
         self.work_W, self.steady_W = zero_W, np.zeros(workers, np.int64)  # the last work, and timings since it changed
         self.jumped = self.passed = self.shifted = False  # in the last step: a jump, one taken back, a change point
-        self.lasting, self.passing = 1.0, 1.0  # jumps that stayed and that were taken back, one of each assumed
+        self.lasting, self.passing = 1.0, 4.0  # jumps that stayed and that passed, so many of each assumed
         self.limit = CHANGE_LIMIT + ln(max(workers, 1))
 
     @property

@@ -24,9 +24,9 @@ def constant(rates, *, steps, noise=0.05, batch=512, share=0.05):
     return Trace("constant", batch, np.full((1, len(rate_W)), startup), 1.0 / rate_W[None], steps, noise, limits)
 
 
-def slowed(trace, worker, factor, at):
+def slowed(trace, worker, factor, at, until=None):
     factor_TxW = np.ones((trace.steps, trace.workers))
-    factor_TxW[at:, worker] = factor
+    factor_TxW[at:until, worker] = factor
     return replace(trace, startup_TxW=trace.startup_TxW * factor_TxW, per_work_TxW=trace.per_work_TxW * factor_TxW)
 
 
@@ -57,6 +57,15 @@ def test_recovers_from_a_worker_that_becomes_twice_as_slow(delay, seed):
     run = simulate(make("balanced"), trace, trace.draw(seed), delay)
     good_T = run.mean_times_T <= 1.1 * best_times(trace)[1]
     assert good_T[155]
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("factor", [1.3, 2.0])
+def test_the_first_strange_step_of_the_fastest_worker_is_not_followed(factor, delay):
+    """It has most samples: to move them away and back again costs more than to wait for one more timing."""
+    trace = slowed(constant((4, 2, 1, 1), steps=160, noise=0.03), 0, factor, 150, 151)
+    run = simulate(make("balanced"), trace, trace.draw(0), delay)
+    assert run.changed_T[150:].sum() == 0
 
 
 def test_without_noise_the_first_timing_gives_the_best_plan():
