@@ -75,7 +75,7 @@ class CostModel:
         self.age_W = np.zeros(workers, np.int64)
         self.work_W, self.steady_W = zero_W, np.zeros(workers, np.int64)  # the last work, and timings since it changed
         self.jumped = self.passed = self.shifted = False  # in the last step: a jump, one taken back, a change point
-        self.lasting, self.passing = 1.0, 4.0  # jumps that stayed and that passed, so many of each assumed
+        self.lasting = self.passing = 0.0  # jumps that stayed, and that were taken back
         self.limit = CHANGE_LIMIT + ln(max(workers, 1))
 
     @property
@@ -96,11 +96,6 @@ class CostModel:
         startup = float(self.startup_W[known_W].sum()) / number
         per_work = float(self.per_work_W[known_W].sum()) / number
         return np.where(known_W, self.startup_W, startup), np.where(known_W, self.per_work_W, per_work)
-
-    def costs_before(self) -> tuple[np.ndarray, np.ndarray]:
-        """`costs` if every jump in doubt were a passing one."""
-        startup_W, per_work_W = self.costs()
-        return np.where(self.doubt_W, self.kept_5xW[0], startup_W), np.where(self.doubt_W, self.kept_5xW[1], per_work_W)
 
     def relative_sd(self, work_W: np.ndarray) -> np.ndarray:
         """Posterior sd of the expected time at this work, relative to it; 1 where nothing is known."""

@@ -61,11 +61,20 @@ def test_recovers_from_a_worker_that_becomes_twice_as_slow(delay, seed):
 
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("factor", [1.3, 2.0])
-def test_the_first_strange_step_of_the_fastest_worker_is_not_followed(factor, delay):
-    """It has most samples: to move them away and back again costs more than to wait for one more timing."""
-    trace = slowed(constant((4, 2, 1, 1), steps=160, noise=0.03), 0, factor, 150, 151)
+@pytest.mark.parametrize("worker", range(4))
+def test_a_single_strange_step_changes_nothing(worker, factor, delay):
+    trace = slowed(constant((4, 2, 1, 1), steps=160, noise=0.03), worker, factor, 150, 151)
     run = simulate(make("balanced"), trace, trace.draw(0), delay)
     assert run.changed_T[150:].sum() == 0
+
+
+def test_where_jumps_last_they_are_followed_at_once():
+    trace = constant((4, 2, 1, 1), steps=400, noise=0.02)
+    for at in range(150, 400, 50):
+        trace = slowed(trace, 0, 2.0, at, at + 25)
+    run = simulate(make("balanced"), trace, trace.draw(0), 0)
+    assert run.changed_T[[151, 152]].tolist() == [False, True]  # the first one is looked at twice
+    assert run.changed_T[[350, 351]].tolist() == [False, True]
 
 
 def test_without_noise_the_first_timing_gives_the_best_plan():

@@ -38,9 +38,9 @@ class Balanced(Frame):
       should be good to `polish` (8 to 32 steps, by the noise) a gain above (min_gain + u) / 2 is enough, and at step 72
       any gain. A change in between stands for a look. Where there was a jump, the former holds at the `hasty` steps,
       too.
-    - A jump may be a passing one. With p the fraction of jumps so far that lasted, new counts wait for the next timing
-      if (1 - p) x their loss should it pass > p x the loss of waiting should it last. Counts that followed a jump are
-      taken back with it.
+    - A jump may be a passing one. Unless most of the jumps so far have lasted, new counts wait for the next timing,
+      which settles it: on real machines single strange timings are the rule. Counts that followed a jump are taken
+      back with it.
 
     A worker left without samples is never timed. It gets one quantum again as soon as the steps it has been idle,
     times the step time, are `retry` times what the trial costs if the worker is one sd better than believed. One that
@@ -109,7 +109,7 @@ class Balanced(Frame):
             return counts_W, ""
         best = solve(*costs, limits, self.usual, counts_W, 0.05)
         gain = now / best.time - 1.0 if best.time > 0 else 0.0
-        if gain <= needed or self._better_wait(counts_W, best.counts_W, gain, limits):
+        if gain <= needed or self._better_wait():
             return counts_W, ""
         why = f"worker {slowest} holds up the others" if self.planned else "first timings"
         if self.model.doubt_W.any() and self.before_W is None:
@@ -159,14 +159,9 @@ class Balanced(Frame):
         self.looks += 1
         return True
 
-    def _better_wait(self, counts_W: np.ndarray, new_W: np.ndarray, gain: float, limits: Limits) -> bool:
-        """Whether it is better to see one more timing before following a jump."""
-        if not self.model.doubt_W.any():
-            return False
-        before = self.model.costs_before()
-        old = float(np.max(_times(before, counts_W, limits.work(counts_W))))
-        new = float(np.max(_times(before, new_W, limits.work(new_W))))
-        return self.model.passing * (new / old - 1.0) > self.model.lasting * gain
+    def _better_wait(self) -> bool:
+        """Whether to see one more timing before following a jump."""
+        return bool(self.model.doubt_W.any()) and self.model.passing >= self.model.lasting
 
     def _within_reach(self, costs: tuple[np.ndarray, np.ndarray], limits: Limits, time: float) -> bool:
         """Whether any counts could be as fast as `time`: a bound from a formula first, then the exact count."""
