@@ -1,6 +1,6 @@
 """The sum of all workers' parts, within a program over all of them.
 
-In one process, on accelerators, and for a vector of any size XLA's own `psum` is used. Between CPU processes it is
+In one process and on accelerators this is XLA's own `psum`, whatever the size. Between CPU processes that would be
 gloo's ring: 2 (W - 1) messages one after the other, each of which waits for every process to get its turn on a core.
 A small vector is therefore sent by everybody to everybody at once, in one `all_to_all`, and added up in the same order
 by all: one turn instead of six for four processes. Under quotas of 0.8, 0.4, 0.2 and 0.2 of a core and with 20 thousand

@@ -105,11 +105,11 @@ class Balanced(Frame):
         now = float(time_W[slowest])
         look = self.planned and self._look()
         needed = self._needed(float(self.model.relative_sd(work_W)[slowest]), look)
-        if self.planned and not self._within_reach(costs, limits, now / (1.0 + needed)):
+        if self._better_wait() or (self.planned and not self._within_reach(costs, limits, now / (1.0 + needed))):
             return counts_W, ""
         best = solve(*costs, limits, self.usual, counts_W, 0.05)
         gain = now / best.time - 1.0 if best.time > 0 else 0.0
-        if gain <= needed or self._better_wait():
+        if gain <= needed:
             return counts_W, ""
         why = f"worker {slowest} holds up the others" if self.planned else "first timings"
         if self.model.doubt_W.any() and self.before_W is None:
