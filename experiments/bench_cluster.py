@@ -4,13 +4,14 @@
 
 Every process computes on one thread and is throttled to its quota of a core by a control group; gradients are summed
 by gloo. The ideal is the sum of the workers' solo speeds: the same engine under the same quotas, all running at once,
-no reduce. All comes from one run of the same processes, in rounds, as the machine itself changes its speed: every
-controller goes on for its part of the steps in each, another one first, and the solo speeds are measured before and
-after every part. Then the quotas are swapped, under one controller after the other.
-The laws that act seldom do so every 5 steps, and are called by their plain name; NAME@K acts every K steps.
+no reduce. All comes from one run of the same processes, in rounds, as the machine itself changes its speed, on a
+shared one by a third within seconds: every controller goes on for its part of the steps in each, another one first, and
+the solo speeds are measured before and after every part. Then the quotas are swapped, under one controller after the
+other. The laws that act seldom do so every 5 steps, and are called by their plain name; NAME@K acts every K steps.
 
-efficiency      samples/s / ideal, from the eleventh step on, the first one of every further round left out; ± the
-                standard error over the rounds, each seen beside the solo speeds measured before and after it
+efficiency      samples/s / ideal, from the eleventh step on, the first one of every further round left out: the mean
+                over the rounds, each over the solo speeds measured before and after it; ± its standard error
+lead            of balanced over the others: the mean difference in efficiency over the rounds; ± its standard error
 imbalance       (max - min) / mean of the workers' mean local times
 overhead        median of step time - slowest local time; its share of the step time
 noise ceiling   what the best FIXED split could reach: mean over steps of mean / max worker time, for the counts that
@@ -114,22 +115,27 @@ def efficiency_by_round(rounds: list[dict[str, Any]], batch: int, ideals: Sequen
     return found
 
 
-def standard_error(by_round: Sequence[float]) -> float:
-    """Of the mean over two rounds or more."""
-    return float(np.std(by_round, ddof=1) / len(by_round) ** 0.5)
+def mean_and_error(by_round: Sequence[float] | np.ndarray) -> tuple[float, float]:
+    """The mean over the rounds and its standard error, which one round alone does not tell."""
+    error = np.std(by_round, ddof=1) / len(by_round) ** 0.5 if len(by_round) > 1 else np.nan
+    return float(np.mean(by_round)), float(error)
 
 
-def figures(seen: dict[str, Any], batch: int, ideal: float) -> dict[str, float]:
+def leads(by_round: dict[str, list[float]], first: str = "balanced") -> dict[str, tuple[float, float]]:
+    """How far one controller was ahead of each of the others in the same rounds."""
+    others = [name for name in by_round if name != first] if first in by_round else []
+    return {name: mean_and_error(np.subtract(by_round[first], by_round[name])) for name in others}
+
+
+def figures(seen: dict[str, Any], batch: int) -> dict[str, float]:
     """What a stretch of steps came to, the first ones aside."""
     times = np.array(seen["times"], float)[SKIP:]
     steps = np.array(seen["step_times"])[SKIP:]
     timed = ~np.isnan(times).any(axis=1)
     overhead = steps[timed] - times[timed].max(axis=1)
     mean_W = times[timed].mean(axis=0)
-    rate = batch * len(steps) / steps.sum()
     return {
-        "samples_per_s": rate,
-        "efficiency": rate / ideal,
+        "samples_per_s": batch * len(steps) / steps.sum(),
         "imbalance": float((mean_W.max() - mean_W.min()) / mean_W.mean()),
         "overhead_ms": 1e3 * float(np.median(overhead)),
         "overhead_share": float(np.median(overhead / steps[timed])),
@@ -179,17 +185,20 @@ def _cores(quotas: str) -> list[float]:
     return cores
 
 
+def with_error(mean: float, error: float, sign: str = "") -> str:
+    return f"{mean:{sign}.3f}" + (f" ±{error:.3f}" if np.isfinite(error) else "")
+
+
 def table_of(by_name: dict[str, dict[str, Any]], by_round: dict[str, list[float]]) -> Table:
     """A row for each controller, within 80 columns."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for column in ("controller", "samples/s", "efficiency", "imbalance", "overhead", "changes", "recovery"):
         table.add_column(column, justify="left" if column == "controller" else "right", no_wrap=True)
     for name, seen in by_name.items():
-        spread = f" ±{standard_error(by_round[name]):.3f}" if len(by_round[name]) > 1 else ""
         table.add_row(
             name,
             f"{seen['samples_per_s']:,.0f}",
-            f"{seen['efficiency']:.3f}{spread}",
+            with_error(*mean_and_error(by_round[name])),
             f"{seen['imbalance']:.3f}",
             f"{seen['overhead_ms']:.0f} ms {100 * seen['overhead_share']:.0f}%",
             str(seen["changes"]),
@@ -204,7 +213,7 @@ def main(
     quotas: str = "0.8,0.4,0.2,0.2",
     batch_size: int = 1024,
     steps: int = 210,
-    rounds: int = 3,
+    rounds: int = 7,
     hidden: int = 0,
     swaps: int = 5,
     swap_every: int = 30,
@@ -263,8 +272,8 @@ def main(
         mine = [message for message in heard if message.get("controller") == name]
         in_rounds = [message["quiet"] for message in mine if "quiet" in message]
         quiet = joined(in_rounds)
-        by_name[name] = figures(quiet, batch_size, ideal)
         by_round[name] = efficiency_by_round(in_rounds, batch_size, around[[part == name for part in parts]])
+        by_name[name] = figures(quiet, batch_size) | {"efficiency": float(np.mean(by_round[name]))}
         if name == "balanced":
             ceiling = noise_ceiling(quiet, by_name[name]["overhead_share"])
         if swaps:
@@ -284,8 +293,13 @@ def main(
         results[key] = {name: seen[key] for name, seen in by_name.items()}
     results["recovery_steps"] = {name: seen.get("recovery_steps") for name, seen in by_name.items()}
     if "balanced" in by_name:
-        console.print(f"noise ceiling of a fixed split: {ceiling:.3f}", highlight=False)
-        results["noise_ceiling"] = ceiling
+        ahead = leads(by_round)
+        told = ", ".join(f"{name} {with_error(*lead, sign='+')}" for name, lead in ahead.items())
+        console.print(
+            f"noise ceiling of a fixed split: {ceiling:.3f}\nlead of balanced: {told or '-'}", highlight=False
+        )
+        results |= {"noise_ceiling": ceiling, "lead": {name: lead[0] for name, lead in ahead.items()}}
+        results["lead_error"] = {name: lead[1] if rounds > 1 else None for name, lead in ahead.items()}
     if json_file is not None:
         details = {"solo_samples_per_s": solos.tolist(), "efficiency_by_round": by_round, **about, **orders}
         json_file.write_text(json.dumps({**results, "details": details, "told": heard}, indent=1) + "\n")

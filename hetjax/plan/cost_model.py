@@ -21,9 +21,14 @@ per_work falls back to what was assumed in the beginning, mean and sd: a constan
 all of P would wind it up without bound), and what a drift has made of it must not be trusted for ever.
 
 Two tests stand beside the filter, on (nearly) the logarithm of times, whose noise is not skew. Jump: a timing far
-outside the noise rescales its worker at once; the model before it is kept and comes back if the next timing fits it
-better. Change point: the sum of the last z over windows of 2 to 64 steps; a likelihood ratio above 12 + ln N rescales
-the worker by the mean of that window.
+outside the noise rescales its worker at once. Change point: the sum of the last z over windows of 2 to 64 steps; a
+likelihood ratio above 12 + ln N rescales the worker by the mean of that window.
+
+Either way the worker is AWAY from the model it had, which is kept and comes back when the timings fit it better again:
+
+    evidence = max(0, evidence + (z_now^2 - z_kept^2) / 2), z clipped at 4;  above 6 the worker is back
+
+A disturbance is therefore forgotten as if it had not been, however long it was, up to 64 timings.
 
 Only float64 + - * / sqrt and comparisons are used, so that unlike hosts agree to the bit.
 """
@@ -46,6 +51,7 @@ RETURN = 0.005  # of the way back to the prior that the startup goes per step
 CLIP = 3.0
 JUMP_Z, JUMP_RATIO = 5.0, 0.2
 CHANGE_LIMIT, CHANGE_CLIP, CHANGE_SCALES = 12.0, 4.0, 6
+BACK_LIMIT, PASSING, AWAY = 6.0, 4, 64  # evidence; timings of a disturbance that just passes, and of the longest one
 STEADY = 24  # timings at the same work before a change point counts as news
 NOISE_MEMORY = 400.0  # steps
 _SCALES_S = 1 << np.arange(CHANGE_SCALES)
@@ -56,8 +62,8 @@ class CostModel:
 
     saved = (
         "startup_W", "per_work_W", "var_ss_W", "var_sp_W", "var_pp_W", "seen_W", "noise", "weight", "ratio_W",
-        "doubt_W", "kept_5xW", "lasting", "passing", "sums_2xSxW", "clock", "age_W", "work_W", "steady_W",
-        "jumped", "passed", "shifted", "common", "common_weight",
+        "doubt_W", "kept_5xW", "away_W", "evidence_W", "lasting", "passing", "sums_2xSxW", "clock", "age_W", "work_W",
+        "steady_W", "jumped", "passed", "shifted", "common", "common_weight",
     )  # fmt: skip
 
     def __init__(self, workers: int) -> None:
@@ -68,14 +74,15 @@ class CostModel:
         self.noise, self.weight = FIRST_NOISE, FIRST_WEIGHT
         self.common, self.common_weight = 0.0, COMMON_WEIGHT  # tau^2
         self.ratio_W = np.ones(workers)  # a worker's noise variance over the common one
-        self.doubt_W = np.zeros(workers, bool)  # rescaled by the last timing, the model before is kept
-        self.kept_5xW = np.zeros((5, workers))
+        self.doubt_W = np.zeros(workers, bool)  # rescaled by its last timing alone
+        self.away_W = np.zeros(workers, np.int64)  # timings since it left the model that is kept; 0: none is
+        self.kept_5xW, self.evidence_W = np.zeros((5, workers)), zero_W
         self.sums_2xSxW = np.zeros((2, CHANGE_SCALES, workers))  # sums of z: last full block, block now filling
         self.clock = 0
         self.age_W = np.zeros(workers, np.int64)
         self.work_W, self.steady_W = zero_W, np.zeros(workers, np.int64)  # the last work, and timings since it changed
-        self.jumped = self.passed = self.shifted = False  # in the last step: a jump, one taken back, a change point
-        self.lasting = self.passing = 0.0  # jumps that stayed, and that were taken back
+        self.jumped = self.passed = self.shifted = False  # in the last step: a jump, somebody back, a change point
+        self.lasting = self.passing = 0.0  # disturbances that stayed, and that just passed
         self.limit = CHANGE_LIMIT + ln(max(workers, 1))
 
     @property
@@ -149,6 +156,7 @@ class CostModel:
         self.common_weight = min(self.common_weight + 1.0, NOISE_MEMORY)
         self.common = max(self.common + (pairs - self.common) / self.common_weight, 0.0)
         self._scale(1.0 + 0.1 * (factor - 1.0))
+        self.kept_5xW[:2] *= 1.0 + 0.1 * (factor - 1.0)
         return t_W / (1.0 + 0.9 * (factor - 1.0))
 
     def _event(self, r_N: np.ndarray, limit: float) -> float:
@@ -160,8 +168,9 @@ class CostModel:
 
     def _learn(self, x_W: np.ndarray, t_W: np.ndarray, on_W: np.ndarray) -> None:
         t_W = self._without_common(x_W, t_W, on_W)
-        if self.doubt_W.any():
-            self._settle_doubts(x_W, t_W, on_W)
+        if self.away_W.any():
+            self._who_is_back(x_W, t_W, on_W)
+        self.doubt_W = self.doubt_W & ~on_W
         self._forget(on_W)
         self._return(x_W, on_W)
         time_W = np.where(on_W, self.startup_W + self.per_work_W * x_W, 1.0)
@@ -240,11 +249,18 @@ class CostModel:
         self.ratio_W = ratio_W * (len(ratio_W) / float(ratio_W.sum()))  # the mean is the common one's business
 
     def _jump(self, jump_W: np.ndarray, ratio_W: np.ndarray) -> None:
-        now_5xW = np.stack([self.startup_W, self.per_work_W, self.var_ss_W, self.var_sp_W, self.var_pp_W])
-        self.kept_5xW = np.where(jump_W, now_5xW, self.kept_5xW)
+        self._leave(jump_W, 1)
         self.doubt_W = self.doubt_W | jump_W
         self.jumped = True
         self._rescale(jump_W, ratio_W, self.noise_W)
+
+    def _leave(self, who_W: np.ndarray, timings: int | np.ndarray) -> None:
+        """Keep the model that these workers left so many timings ago, unless they are away already."""
+        who_W = who_W & (self.away_W == 0)
+        now_5xW = np.stack([self.startup_W, self.per_work_W, self.var_ss_W, self.var_sp_W, self.var_pp_W])
+        self.kept_5xW = np.where(who_W, now_5xW, self.kept_5xW)
+        self.away_W = np.where(who_W, timings, self.away_W)
+        self.evidence_W = np.where(who_W, 0.0, self.evidence_W)
 
     def _rescale(self, who_W: np.ndarray, ratio_W: np.ndarray, sd: float | np.ndarray) -> None:
         """theta *= ratio, and the new scale is known to a relative sd."""
@@ -257,22 +273,22 @@ class CostModel:
         self.var_ss_W, self.var_sp_W = self.var_ss_W * square, self.var_sp_W * square
         self.var_pp_W = self.var_pp_W * square
 
-    def _settle_doubts(self, x_W: np.ndarray, t_W: np.ndarray, on_W: np.ndarray) -> None:
-        """Take a jump back where this timing fits the model before it better."""
-        asked_W = self.doubt_W & on_W
-        now_W = self.startup_W + self.per_work_W * x_W
-        before_W = self.kept_5xW[0] + self.kept_5xW[1] * x_W
-        # Relative distances: t / now against t / before, whichever is closer to 1 as a ratio.
-        far_now_W = np.maximum(t_W, now_W) * np.minimum(t_W, before_W)
-        far_before_W = np.maximum(t_W, before_W) * np.minimum(t_W, now_W)
-        back_W = asked_W & (far_before_W < far_now_W)
-        names = ("startup_W", "per_work_W", "var_ss_W", "var_sp_W", "var_pp_W")
-        for name, kept_W in zip(names, self.kept_5xW, strict=True):
-            setattr(self, name, np.where(back_W, kept_W, getattr(self, name)))
-        self.doubt_W = self.doubt_W & ~asked_W
+    def _who_is_back(self, x_W: np.ndarray, t_W: np.ndarray, on_W: np.ndarray) -> None:
+        """Give workers that are away the model back that they had, where the timings fit it again."""
+        asked_W = (self.away_W > 0) & on_W
+        noise_W = self.noise * self.noise * self.ratio_W
+        now_5xW = np.stack([self.startup_W, self.per_work_W, self.var_ss_W, self.var_sp_W, self.var_pp_W])
+        square_W, kept_square_W = (_surprise(m_5xW, x_W, t_W, noise_W, asked_W) for m_5xW in (now_5xW, self.kept_5xW))
+        self.evidence_W = np.maximum(self.evidence_W + 0.5 * (square_W - kept_square_W), 0.0)
+        back_W = asked_W & (self.evidence_W > BACK_LIMIT)
+        restored_5xW = np.where(back_W, self.kept_5xW, now_5xW)
+        self.startup_W, self.per_work_W, self.var_ss_W, self.var_sp_W, self.var_pp_W = restored_5xW
         self.passed = bool(back_W.any())
-        self.passing += float(back_W.sum())
-        self.lasting += float(asked_W.sum() - back_W.sum())
+        self.passing += float((back_W & (self.away_W <= PASSING)).sum())
+        self.lasting += float((asked_W & ~back_W & (self.away_W == PASSING)).sum())
+        self.away_W = np.where(back_W | (self.away_W >= AWAY), 0, self.away_W + asked_W)
+        self.sums_2xSxW = np.where(back_W, 0.0, self.sums_2xSxW)
+        self.age_W = np.where(back_W, 0, self.age_W)
 
     def _change_point(self, z_W: np.ndarray, relative_W: np.ndarray, on_W: np.ndarray, reset_W: np.ndarray) -> None:
         """Window sums of z on dyadic scales: the last s + 1 .. 2 s steps for s = 1, 2, 4, ..., 32."""
@@ -293,6 +309,7 @@ class CostModel:
             likeliest = ratio_SxW.argmax(axis=0), np.arange(len(z_W))
             length_W = length_SxW[likeliest]
             log_W = sum_SxW[likeliest] / length_W * relative_W
+            self._leave(changed_W & (self.steady_W >= STEADY), length_W)
             self._rescale(changed_W, 1.0 + log_W + 0.5 * log_W * log_W, self.noise_W / np.sqrt(length_W))  # about exp
             sums_2xSxW = np.where(changed_W, 0.0, sums_2xSxW)
             self.age_W = np.where(changed_W, 0, self.age_W)
@@ -306,6 +323,16 @@ class CostModel:
         for name in self.saved:
             value = state.get(name, getattr(self, name))  # what an older version did not save starts afresh
             setattr(self, name, np.array(value) if isinstance(value, list) else value)
+
+
+def _surprise(m_5xW: np.ndarray, x_W: np.ndarray, t_W: np.ndarray, noise_W: np.ndarray, on_W: np.ndarray) -> np.ndarray:
+    """z^2 of a timing under a model, clipped; `noise_W` is the relative variance of one timing."""
+    startup_W, per_work_W, var_ss_W, var_sp_W, var_pp_W = m_5xW
+    time_W = np.where(on_W, startup_W + per_work_W * x_W, 1.0)
+    spread_W = var_ss_W + x_W * (2.0 * var_sp_W + x_W * var_pp_W)
+    ratio_W = np.where(on_W, t_W / time_W, 1.0)
+    square_W = (ratio_W - 1.0) * (ratio_W - 1.0) / (ratio_W * (noise_W + spread_W / (time_W * time_W)))
+    return np.minimum(square_W, CHANGE_CLIP * CHANGE_CLIP)
 
 
 def _within(x_W: np.ndarray, limit: float | np.ndarray) -> np.ndarray:

@@ -38,9 +38,10 @@ class Balanced(Frame):
       should be good to `polish` (8 to 32 steps, by the noise) a gain above (min_gain + u) / 2 is enough, and at step 72
       any gain. A change in between stands for a look. Where there was a jump, the former holds at the `hasty` steps,
       too.
-    - A jump may be a passing one. Unless most of the jumps so far have lasted, new counts wait for the next timing,
-      which settles it: on real machines single strange timings are the rule. Counts that followed a jump are taken
-      back with it.
+    - A jump or change point may be a passing one: on real machines strange timings, one or a few, are the rule. New
+      counts wait until what it has cost, predicted gain times timings so far, is as many steps as such disturbances
+      are likely to pass, (2 + those that passed) / (1 + those that lasted). When all workers are back at the models
+      that they had, the counts that they had come back as well.
 
     A worker left without samples is never timed. It gets one quantum again as soon as the steps it has been idle,
     times the step time, are `retry` times what the trial costs if the worker is one sd better than believed. One that
@@ -49,8 +50,8 @@ class Balanced(Frame):
 
     name = "balanced"
     learned = (
-        "since", "calm", "calm_before", "looks", "looks_before", "unrest", "planned", "before_W", "idle_W", "tried",
-        "tried_seen",
+        "since", "calm", "calm_before", "looks", "looks_before", "unrest", "planned", "away", "before_W", "idle_W",
+        "tried", "tried_seen",
     )  # fmt: skip
 
     def __init__(
@@ -71,10 +72,11 @@ class Balanced(Frame):
     def begin(self, workers: int) -> None:
         self.model = CostModel(workers)
         self.since = 0  # steps since the last change
-        self.calm = self.calm_before = 0  # steps since the last jump or change point, and before it
+        self.calm = self.calm_before = 0  # steps since the last jump or change point, and as if there had been none
         self.looks = self.looks_before = 0  # looks since then, and before
         self.unrest = 0.0  # jumps and change points of late
-        self.before_W: np.ndarray | None = None  # counts before those that followed a jump still in doubt
+        self.away = False  # whether somebody is away from the model that he had
+        self.before_W: np.ndarray | None = None  # counts before those that followed him
         self.planned = False  # whether counts have been solved for
         self.idle_W = np.zeros(workers, np.int64)  # steps without samples
         self.tried, self.tried_seen = -1, 0  # the worker on trial, and its timings before
@@ -94,10 +96,10 @@ class Balanced(Frame):
         self._feel()
         if not self.model.known:
             return counts_W, ""
-        if self.before_W is not None and not self.model.doubt_W.any():
+        if not self.away and self.before_W is not None:
             before_W, self.before_W = self.before_W, None
             if self.model.passed and allowed(before_W, limits, self.usual):
-                return before_W, "the strange timing was a single one: back to the counts before"
+                return before_W, "the disturbance has passed: back to the counts before"
         costs = self.model.costs()
         work_W = limits.work(counts_W)
         time_W = _times(costs, counts_W, work_W)
@@ -105,14 +107,14 @@ class Balanced(Frame):
         now = float(time_W[slowest])
         look = self.planned and self._look()
         needed = self._needed(float(self.model.relative_sd(work_W)[slowest]), look)
-        if self._better_wait() or (self.planned and not self._within_reach(costs, limits, now / (1.0 + needed))):
+        if self.planned and not self._within_reach(costs, limits, now / (1.0 + needed)):
             return counts_W, ""
         best = solve(*costs, limits, self.usual, counts_W, 0.05)
         gain = now / best.time - 1.0 if best.time > 0 else 0.0
-        if gain <= needed:
+        if gain <= needed or (self._in_doubt and self._better_wait(gain)):
             return counts_W, ""
         why = f"worker {slowest} holds up the others" if self.planned else "first timings"
-        if self.model.doubt_W.any() and self.before_W is None:
+        if self._in_doubt:
             self.before_W = counts_W
         self.planned, self.since = True, 0
         if not look and self.calm > _LOOKS[0]:
@@ -123,15 +125,23 @@ class Balanced(Frame):
         """How restless the workers are."""
         model = self.model
         self.unrest *= 1.0 - 1.0 / self.quiet
+        if not self.away:
+            self.calm_before, self.looks_before = self.calm, self.looks
+        self.calm_before += 1
+        self.away = bool(model.away_W.any())
         if model.jumped or model.shifted:
             self.unrest += 1.0
-            self.calm, self.calm_before = 0, self.calm
-            self.looks, self.looks_before = 0, self.looks
+            self.calm = self.looks = 0
         elif model.passed:  # it was nothing
             self.unrest = max(self.unrest - 1.0, 0.0)
-            self.calm, self.looks = self.calm_before + 1, self.looks_before
+            self.calm, self.looks = (0, 0) if self.away else (self.calm_before, self.looks_before)
         else:
             self.calm += 1
+
+    @property
+    def _in_doubt(self) -> bool:
+        """Whether somebody is away and the counts have not followed him."""
+        return self.away and self.before_W is None
 
     def _needed(self, noise: float, look: bool) -> float:
         """The predicted gain from which counts are changed."""
@@ -148,7 +158,7 @@ class Balanced(Frame):
         needed = self.min_gain + patience + (self.worst + 1.5) / (1.0 + self.unrest) * noise
         # Rest until the mean of the timings is good to some 2%, but not for ever.
         rest = self.rest * min(max(200.0 * self.model.noise * self.model.noise, 1.0), 2.0)
-        return max(needed, self.urgent) if self.since < rest and self.calm > 0 else needed
+        return max(needed, self.urgent) if self.since < rest and self.calm > 0 and not self._in_doubt else needed
 
     def _look(self) -> bool:
         """Whether it is time to look at the counts again."""
@@ -159,9 +169,9 @@ class Balanced(Frame):
         self.looks += 1
         return True
 
-    def _better_wait(self) -> bool:
-        """Whether to see one more timing before following a jump."""
-        return bool(self.model.doubt_W.any()) and self.model.passing >= self.model.lasting
+    def _better_wait(self, gain: float) -> bool:
+        """Whether a disturbance is too young, for what it costs, to be followed."""
+        return gain * int(self.model.away_W.max()) * (1.0 + self.model.lasting) < 1.8 + self.model.passing
 
     def _within_reach(self, costs: tuple[np.ndarray, np.ndarray], limits: Limits, time: float) -> bool:
         """Whether any counts could be as fast as `time`: a bound from a formula first, then the exact count."""
