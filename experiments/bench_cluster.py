@@ -12,6 +12,8 @@ other. The laws that act seldom do so every 5 steps, and are called by their pla
 efficiency      samples/s / ideal, from the eleventh step on, the first one of every further round left out: the mean
                 over the rounds, each over the solo speeds measured before and after it; ± its standard error
 lead            of balanced over the others: the mean difference in efficiency over the rounds; ± its standard error
+unrest          of the workers' speeds against each other, whatever the controller: the variance of their means over
+                sevenths of the steps, divided by what noise alone would give; about 1 in a quiet stretch
 imbalance       (max - min) / mean of the workers' mean local times
 overhead        median of step time - slowest local time; its share of the step time
 noise ceiling   what the best FIXED split could reach: mean over steps of mean / max worker time, for the counts that
@@ -152,6 +154,18 @@ def noise_ceiling(seen: dict[str, Any], overhead_share: float) -> float:
     return float((fixed.mean(axis=1) / fixed.max(axis=1)).mean() * (1 - overhead_share))
 
 
+def unrest(seen: dict[str, Any]) -> float:
+    """F statistic of the workers' times per sample, in logarithms, each against the mean of all workers."""
+    times, counts = np.array(seen["times"], float)[SKIP:], np.array(seen["counts"], float)[SKIP:]
+    timed = ~np.isnan(times).any(axis=1)
+    own = np.log(times[timed] / counts[timed])
+    blocks = np.array_split(own - own.mean(axis=1, keepdims=True), 7)
+    if min(map(len, blocks)) < 2:
+        return float("nan")
+    between_W = np.var([block.mean(axis=0) for block in blocks], axis=0, ddof=1) * len(own) / len(blocks)
+    return float((between_W / np.mean([block.var(axis=0, ddof=1) for block in blocks], axis=0)).mean())
+
+
 def recovery(seen: dict[str, Any], every: int, swaps: int) -> float:
     """Median over the swaps of the number of steps until one is back within 15% of those before."""
     steps, found = np.array(seen["step_times"]), []
@@ -275,7 +289,7 @@ def main(
         by_round[name] = efficiency_by_round(in_rounds, batch_size, around[[part == name for part in parts]])
         by_name[name] = figures(quiet, batch_size) | {"efficiency": float(np.mean(by_round[name]))}
         if name == "balanced":
-            ceiling = noise_ceiling(quiet, by_name[name]["overhead_share"])
+            ceiling, moved = noise_ceiling(quiet, by_name[name]["overhead_share"]), unrest(quiet)
         if swaps:
             by_name[name]["recovery_steps"] = recovery(mine[-1]["swapped"], swap_every, swaps)
     about = next(message for message in heard if "parameters" in message)
@@ -299,6 +313,7 @@ def main(
             f"noise ceiling of a fixed split: {ceiling:.3f}\nlead of balanced: {told or '-'}", highlight=False
         )
         results |= {"noise_ceiling": ceiling, "lead": {name: lead[0] for name, lead in ahead.items()}}
+        results["unrest"] = moved if np.isfinite(moved) else None
         results["lead_error"] = {name: lead[1] if rounds > 1 else None for name, lead in ahead.items()}
     if json_file is not None:
         details = {"solo_samples_per_s": solos.tolist(), "efficiency_by_round": by_round, **about, **orders}

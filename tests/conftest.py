@@ -3,7 +3,9 @@
 import gc
 import os
 
-_FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+import quick_compiles
+
+_FLAGS = f"--xla_force_host_platform_device_count=8 {quick_compiles.FLAGS}"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
 
 import hypothesis  # noqa: E402

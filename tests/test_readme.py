@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import quick_compiles
 import train
 import train_config
 
@@ -29,7 +30,7 @@ SHORT = ["--steps", "1", "--batch-size", "32", "--model", "mlp", "--out", "runs/
 
 
 def run(*command, cwd, flags=""):
-    env = {**os.environ, "XLA_FLAGS": f"--xla_backend_optimization_level=0 {flags}"}
+    env = {**os.environ, "XLA_FLAGS": f"{quick_compiles.FLAGS} {flags}"}
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=200, check=False)
     return done.returncode, done.stdout + done.stderr
 

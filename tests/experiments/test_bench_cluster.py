@@ -10,6 +10,7 @@ from pathlib import Path
 import bench_cluster
 import numpy as np
 import pytest
+import quick_compiles
 from bench_cluster import (
     SKIP,
     _made,
@@ -21,7 +22,8 @@ from bench_cluster import (
     noise_ceiling,
     recovery,
     table_of,
-)  # fmt: skip
+    unrest,
+)
 from cluster_worker import swapped
 from rich.console import Console
 
@@ -65,6 +67,26 @@ def test_the_ceiling_is_that_of_shares_which_are_right_on_average():
     """Worker 0 is as often 50% slow as 50% fast. Worker 1 is steady, but has half the samples that it could do."""
     seen = stretch([[1.5, 0.5], [0.5, 0.5]], [2.0, 2.0])
     assert noise_ceiling(seen, overhead_share=0.1) == pytest.approx(0.9 * ((1.25 / 1.5) + (0.75 / 1.0)) / 2)
+
+
+def test_unrest_is_one_in_noise_and_more_where_a_worker_becomes_slower():
+    seed = 3
+    rng = np.random.default_rng(seed)
+    print(f"seed {seed}")
+    common = np.linspace(1.0, 2.0, 210)[:, None]  # a machine that becomes slower moves nobody against the others
+    times = common * np.exp(rng.normal(0, 0.1, (210, 4)))
+    quiet = stretch(times, times.max(axis=1), (8, 4, 2, 2))
+    assert unrest(quiet) == pytest.approx(1.0, abs=0.5)
+    times[105:, 1] *= 1.2
+    assert unrest(stretch(times, times.max(axis=1), (8, 4, 2, 2))) > 5
+
+
+def test_unrest_by_hand():
+    """Logarithms of the times of worker 0 against the mean: 1, 3 in every block but the last, where they are 5, 7."""
+    own = np.array([1.0, 3.0] * 6 + [5.0, 7.0])
+    times = np.exp(np.stack([own, -own], axis=1))
+    between = 2 * np.var([2.0] * 6 + [6.0], ddof=1)  # means of two
+    assert unrest(stretch(times, times.max(axis=1), (1, 1))) == pytest.approx(between / 2.0)
 
 
 def test_recovery_counts_the_steps_until_one_is_back():
@@ -146,7 +168,7 @@ def test_a_quick_run(tmp_path):
         pytest.skip(str(refused))
     path = tmp_path / "cluster.json"
     command = [sys.executable, "experiments/bench_cluster.py", "--quick", "--swap-every", "15"]
-    kept = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    kept = os.environ | {"XLA_FLAGS": quick_compiles.FLAGS}
     bench = subprocess.Popen(
         [*command, "--batch-size", "64", "--json", str(path)], cwd=ROOT, env=kept | {"PYTHONPATH": str(ROOT)},
         start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import quick_compiles
 import train
 import train_blocks
 import train_config
@@ -111,7 +112,7 @@ def test_two_processes_train_on_the_blocks_of_the_first_as_one_process_does(tmp_
     )
     flags = [*TINY, "--strategy", "rcd-sgd", "--rates", "3,1", "--features", "of_first:pixels", "--steps", "4"]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "TMPDIR": str(tmp_path)}
-    environment.pop("XLA_FLAGS", None)  # the tests' own eight devices
+    environment["XLA_FLAGS"] = quick_compiles.FLAGS  # without the tests' own eight devices
     program = [str(ROOT / "experiments" / "train.py"), *flags, "--out", str(tmp_path / "two")]
     told = subprocess.run(
         [sys.executable, "-m", "hetjax", "launch", "--processes", "2", "--", *program],

@@ -9,6 +9,8 @@ import uuid
 from contextlib import contextmanager
 from pathlib import Path
 
+import quick_compiles
+
 from hetjax.launch.cgroups import QuotasRefused, find_home
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +47,7 @@ class Place:
 
     def start(self, *arguments, **options):
         environment = {**os.environ, MARK: self.mark, "TMPDIR": str(self.temporary), "PYTHONPATH": str(ROOT)}
-        environment.pop("XLA_FLAGS", None)  # the tests' own eight devices
+        environment["XLA_FLAGS"] = quick_compiles.FLAGS  # without the tests' own eight devices
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
         command = [sys.executable, "-m", "hetjax", "launch", *map(str, arguments)]
         launcher = subprocess.Popen(command, env=environment, cwd=self.folder, **pipes)

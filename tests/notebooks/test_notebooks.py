@@ -4,6 +4,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import quick_compiles
 from nbclient import NotebookClient
 
 pytestmark = pytest.mark.slow
@@ -36,7 +37,7 @@ def test_a_notebook_is_ready_for_readers(path):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_a_notebook_runs(path, tmp_path, monkeypatch):
-    monkeypatch.delenv("XLA_FLAGS")  # the notebook asks for its devices itself
+    monkeypatch.setenv("XLA_FLAGS", quick_compiles.FLAGS)  # the notebook asks for its devices itself
     notebook = nbformat.read(path, as_version=4)
     place = {"metadata": {"path": str(tmp_path)}}
     NotebookClient(notebook, timeout=200, kernel_name="python3", resources=place).execute()

@@ -68,13 +68,36 @@ def test_a_single_strange_step_changes_nothing(worker, factor, delay):
     assert run.changed_T[150:].sum() == 0
 
 
-def test_where_jumps_last_they_are_followed_at_once():
+def test_where_disturbances_last_they_are_followed_sooner():
+    """Counts for a worker of half the capacity that is twice as slow are 50% faster: 4 timings cost 1.8 steps."""
     trace = constant((4, 2, 1, 1), steps=400, noise=0.02)
     for at in range(150, 400, 50):
         trace = slowed(trace, 0, 2.0, at, at + 25)
     run = simulate(make("balanced"), trace, trace.draw(0), 0)
-    assert run.changed_T[[151, 152]].tolist() == [False, True]  # the first one is looked at twice
-    assert run.changed_T[[350, 351]].tolist() == [False, True]
+    assert [int(np.argmax(run.changed_T[at:])) for at in (150, 350)] == [4, 1]
+
+
+def test_when_the_fastest_and_the_slowest_swap_speeds_that_is_followed_at_once():
+    trace = slowed(slowed(constant((4, 2, 1, 1), steps=160, noise=0.05), 0, 4.0, 150), 3, 0.25, 150)
+    run = simulate(make("balanced"), trace, trace.draw(0), 1)
+    assert np.argmax(run.changed_T[150:]) == 2
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_two_workers_slow_for_three_steps_change_nothing(seed):
+    """As seen on real machines, at their noise."""
+    trace = slowed(slowed(constant((4, 2, 1, 1), steps=200, noise=0.08), 2, 1.6, 150, 153), 1, 1.6, 150, 153)
+    run = simulate(make("balanced"), trace, trace.draw(seed), 1)
+    assert run.changed_T[150:].sum() == 0
+
+
+@pytest.mark.parametrize("length", [8, 20, 50])
+@pytest.mark.parametrize("worker", range(4))
+def test_after_a_disturbance_the_counts_are_those_before(worker, length):
+    trace = slowed(constant((4, 2, 1, 1), steps=300, noise=0.04), worker, 2.0, 150, 150 + length)
+    run = simulate(make("balanced"), trace, trace.draw(0), 1)
+    assert np.any(run.counts_TxW[150 + length - 1] != run.counts_TxW[149])
+    assert np.all(run.counts_TxW[150 + length + 4 :] == run.counts_TxW[149])
 
 
 def test_without_noise_the_first_timing_gives_the_best_plan():
@@ -184,7 +207,7 @@ def test_it_looks_again_as_soon_as_the_noise_allows(noise, looks):
     assert due == looks
 
 
-def test_a_jump_that_passed_counts_for_nothing_even_if_saved_in_between():
+def test_a_disturbance_that_passed_counts_for_nothing_even_if_saved_in_between():
     limits, rates, controller = Limits.plain(4, 256), np.array([30.0, 20.0, 10.0, 8.0]), make("balanced")
     for step in range(60):
         plan = controller.plan(256, limits)
@@ -197,7 +220,7 @@ def test_a_jump_that_passed_counts_for_nothing_even_if_saved_in_between():
         controller.load_state_dict(saved)
         if step == 51:
             assert before == (0, 0)
-    assert (controller.calm, controller.looks) == (58, 1)
+    assert (controller.calm, controller.looks) == (59, 1)
 
 
 def test_a_state_of_an_older_version_is_taken_as_far_as_it_goes():
@@ -302,7 +325,7 @@ def test_wrong_prices_do_not_make_it_restless(seed):
     limits, rates, controller = Limits.plain(4, 512), np.array([3.0, 2.0, 1.5, 1.0]), make("balanced")
     error_WxK = rng.uniform(-0.1, 0.1, (4, 33))
     waiting: list[Observation] = []
-    changes = 0
+    changes, slowest = 0, []
     for step in range(600):
         plan = controller.plan(512, limits)
         changes += plan.changed
@@ -311,5 +334,6 @@ def test_wrong_prices_do_not_make_it_restless(seed):
         waiting.append(Observation(plan.counts_W, limits.work(plan.counts_W), times_W, 0, step))
         if len(waiting) > 1:
             controller.observe(waiting.pop(0))
+        slowest.append(mean_W.max())
     assert changes <= 20
-    assert mean_W.max() <= 1.1 * 512 / rates.sum()
+    assert np.mean(slowest[300:]) <= 1.1 * 512 / rates.sum()

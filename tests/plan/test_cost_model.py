@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from hetjax.plan.cost_model import CostModel
+from hetjax.plan.cost_model import AWAY, CostModel, _surprise
 from hetjax.plan.logarithm import ln
 
 
@@ -75,6 +75,48 @@ def test_a_lasting_jump_stays():
     feed(model, rng, np.zeros(2), np.full(2, 0.01), np.full((50, 2), 100.0))
     feed(model, rng, np.zeros(2), np.array([0.02, 0.01]), np.full((3, 2), 100.0))
     np.testing.assert_allclose(model.costs()[1] * 100 + model.costs()[0], [2.0, 1.0], rtol=0.08)
+
+
+@pytest.mark.parametrize("length", [1, 3, 10, 40])
+@pytest.mark.parametrize("factor", [0.5, 1.6, 3.0])
+def test_a_disturbance_that_is_over_is_forgotten_however_long_it_was(factor, length):
+    model, rng = CostModel(2), np.random.default_rng(0)
+    feed(model, rng, np.zeros(2), np.full(2, 0.01), np.full((100, 2), 100.0))
+    before_W, sd_W = model.costs()[1] * 100 + model.costs()[0], model.relative_sd(np.full(2, 100.0))
+    feed(model, rng, np.zeros(2), np.array([0.01 * factor, 0.01]), np.full((length, 2), 100.0))
+    np.testing.assert_allclose((model.costs()[1] * 100 + model.costs()[0])[0], factor, rtol=0.15)
+    assert (model.away_W > 0).tolist() == [True, False]
+    feed(model, rng, np.zeros(2), np.full(2, 0.01), np.full((3, 2), 100.0))
+    np.testing.assert_allclose(model.costs()[1] * 100 + model.costs()[0], before_W, rtol=0.02)
+    assert model.relative_sd(np.full(2, 100.0))[0] == pytest.approx(sd_W[0], rel=0.1)
+    assert not model.away_W.any()
+
+
+def test_who_leaves_twice_comes_back_to_where_he_left_first():
+    model, rng = CostModel(2), np.random.default_rng(0)
+    for pace, timings in ((0.01, 100), (0.02, 5), (0.05, 5), (0.01, 3)):
+        feed(model, rng, np.zeros(2), np.array([pace, 0.01]), np.full((timings, 2), 100.0))
+    np.testing.assert_allclose(model.costs()[1] * 100 + model.costs()[0], 1.0, rtol=0.02)
+
+
+def test_who_stays_away_is_at_home_there():
+    model, rng = CostModel(2), np.random.default_rng(0)
+    feed(model, rng, np.zeros(2), np.full(2, 0.01), np.full((100, 2), 100.0))
+    for timings, away in ((AWAY, [True, False]), (1, [False, False])):
+        feed(model, rng, np.zeros(2), np.array([0.02, 0.01]), np.full((timings, 2), 100.0))
+        assert (model.away_W > 0).tolist() == away
+    assert (model.passing, model.lasting) == (0, 1)
+
+
+def test_surprise_by_hand():
+    """t = 1.21 where 1 was expected, noise 10%: (r - 1)^2 / r = 0.0441 / 1.21, over 0.01, or over 0.01 + 4 (0.05)^2."""
+    sure, unsure = np.array([[0.0], [0.5], [0], [0], [0]]), np.array([[0.0], [0.5], [0], [0], [0.0025]])
+    one, noise = np.ones(1), np.array([0.01])
+    asked = lambda model, t: float(_surprise(model, 2 * one, t * one, noise, one > 0)[0])
+    assert asked(sure, 1.21) == pytest.approx(0.0441 / 1.21 / 0.01)
+    assert asked(sure, 1 / 1.21) == pytest.approx(0.0441 / 1.21 / 0.01)  # as far below as above
+    assert asked(unsure, 1.21) == pytest.approx(0.0441 / 1.21 / 0.02)
+    assert asked(sure, 9.0) == 16.0
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import quick_compiles
 from several_program import STEPS, runs
 from tiny_problem import BATCH, SAMPLES
 
@@ -19,7 +20,7 @@ HERE = Path(__file__).parent
 
 def launch(processes, *arguments):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)])}
-    environment.pop("XLA_FLAGS", None)  # the tests' own eight devices
+    environment["XLA_FLAGS"] = quick_compiles.FLAGS  # without the tests' own eight devices
     program = [str(HERE / "several_program.py"), *map(str, arguments)]
     return subprocess.run(
         [sys.executable, "-m", "hetjax", "launch", "--processes", str(processes), "--", *program],

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import quick_compiles
 from decentralised_program import RUNS, results
 
 pytestmark = pytest.mark.slow
@@ -18,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 def test_two_processes_hold_what_one_process_holds(tmp_path):
     found = tmp_path / "found.json"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
-    environment.pop("XLA_FLAGS", None)  # the tests' own eight devices
+    environment["XLA_FLAGS"] = quick_compiles.FLAGS  # without the tests' own eight devices
     program = [str(ROOT / "tests/sync/decentralised_program.py"), str(found)]
     told = subprocess.run(
         [sys.executable, "-m", "hetjax", "launch", "--processes", "2", "--", *program],

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+import quick_compiles
 from daso_setups import BATCH, SAMPLES, Fixed, flat, tanh_net
 from sample_log import check_samples, samples_of
 
@@ -35,7 +36,7 @@ def seen(tmp_path_factory):
     for node, workers in enumerate((2, 1)):
         told = {
             "HETJAX_COORDINATOR": address, "HETJAX_PROCESSES": "2", "HETJAX_PROCESS": str(node), "JAX_PLATFORMS": "cpu",
-            "JAX_NUM_CPU_DEVICES": str(workers + 1), "XLA_FLAGS": "--xla_backend_optimization_level=0",
+            "JAX_NUM_CPU_DEVICES": str(workers + 1), "XLA_FLAGS": quick_compiles.FLAGS,
             "PYTHONPATH": str(ROOT),
         }  # fmt: skip
         command = [sys.executable, str(PROGRAM), str(folder)]
