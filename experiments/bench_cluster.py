@@ -309,9 +309,8 @@ def main(
     if "balanced" in by_name:
         ahead = leads(by_round)
         told = ", ".join(f"{name} {with_error(*lead, sign='+')}" for name, lead in ahead.items())
-        console.print(
-            f"noise ceiling of a fixed split: {ceiling:.3f}\nlead of balanced: {told or '-'}", highlight=False
-        )
+        console.print(f"noise ceiling of a fixed split {ceiling:.3f}, unrest {moved:.1f}", highlight=False)
+        console.print(f"lead of balanced: {told or '-'}", highlight=False)
         results |= {"noise_ceiling": ceiling, "lead": {name: lead[0] for name, lead in ahead.items()}}
         results["unrest"] = moved if np.isfinite(moved) else None
         results["lead_error"] = {name: lead[1] if rounds > 1 else None for name, lead in ahead.items()}

@@ -69,7 +69,7 @@ def test_a_single_strange_step_changes_nothing(worker, factor, delay):
 
 
 def test_where_disturbances_last_they_are_followed_sooner():
-    """Counts for a worker of half the capacity that is twice as slow are 50% faster: 4 timings cost 1.8 steps."""
+    """Counts for a worker of half the capacity that is twice as slow are 50% faster: 4 timings cost 2 steps, 3 not yet 1.6."""
     trace = constant((4, 2, 1, 1), steps=400, noise=0.02)
     for at in range(150, 400, 50):
         trace = slowed(trace, 0, 2.0, at, at + 25)

@@ -33,15 +33,14 @@ class Balanced(Frame):
     - The first timings are used at once.
     - For `rest` steps after a change (twice as many in much noise) only a gain above `urgent` counts, so that a plan
       is judged by several timings; unless the model has just found a jump or a change point.
-    - After the first plan, and after every jump or change point, the counts are looked at twice, as the estimates are
-      better by then than those that they were made from: at the first step from which the worst of the N mean timings
-      should be good to `polish` (8 to 32 steps, by the noise) a gain above (min_gain + u) / 2 is enough, and at step 72
-      any gain. A change in between stands for a look. Where there was a jump, the former holds at the `hasty` steps,
-      too.
+    - After the first plan, and after one that followed a jump or change point, the counts are looked at twice, as the
+      estimates are better by then than those that they were made from: at the first step from which the worst of the N
+      mean timings should be good to `polish` (8 to 32 steps, by the noise) a gain above (min_gain + u) / 2 is enough,
+      and at step 72 any gain. A change in between stands for a look. Where there was a jump, the former holds at the
+      `hasty` steps, too.
     - A jump or change point may be a passing one: on real machines strange timings, one or a few, are the rule. New
-      counts wait until what it has cost, predicted gain times timings so far, is as many steps as such disturbances
-      are likely to pass, (2 + those that passed) / (1 + those that lasted). When all workers are back at the models
-      that they had, the counts that they had come back as well.
+      counts wait until it has cost, predicted gain times timings so far, (`stake` + disturbances that just passed) /
+      (1 + those that lasted) steps. When all workers are back at the models that they had, so are the counts.
 
     A worker left without samples is never timed. It gets one quantum again as soon as the steps it has been idle,
     times the step time, are `retry` times what the trial costs if the worker is one sd better than believed. One that
@@ -63,17 +62,19 @@ class Balanced(Frame):
         urgent: float = 0.4,
         polish: float = 0.035,
         hasty: tuple[int, ...] = (2, 4, 8),
+        stake: float = 1.6,
         retry: float = 200.0,
     ) -> None:
         self.min_gain, self.max_patience, self.quiet = min_gain, max_patience, quiet
-        self.rest, self.urgent, self.polish, self.hasty, self.retry = rest, urgent, polish, hasty, retry
+        self.rest, self.urgent, self.polish, self.hasty = rest, urgent, polish, hasty
+        self.stake, self.retry = stake, retry
         super().__init__()
 
     def begin(self, workers: int) -> None:
         self.model = CostModel(workers)
         self.since = 0  # steps since the last change
         self.calm = self.calm_before = 0  # steps since the last jump or change point, and as if there had been none
-        self.looks = self.looks_before = 0  # looks since then, and before
+        self.looks = self.looks_before = 0  # at the counts in force, and at those before
         self.unrest = 0.0  # jumps and change points of late
         self.away = False  # whether somebody is away from the model that he had
         self.before_W: np.ndarray | None = None  # counts before those that followed him
@@ -105,7 +106,7 @@ class Balanced(Frame):
         time_W = _times(costs, counts_W, work_W)
         slowest = int(np.argmax(time_W))
         now = float(time_W[slowest])
-        look = self.planned and self._look()
+        look = self.planned and not self._in_doubt and self._look()
         needed = self._needed(float(self.model.relative_sd(work_W)[slowest]), look)
         if self.planned and not self._within_reach(costs, limits, now / (1.0 + needed)):
             return counts_W, ""
@@ -115,7 +116,7 @@ class Balanced(Frame):
             return counts_W, ""
         why = f"worker {slowest} holds up the others" if self.planned else "first timings"
         if self._in_doubt:
-            self.before_W = counts_W
+            self.before_W, self.looks = counts_W, 0
         self.planned, self.since = True, 0
         if not look and self.calm > _LOOKS[0]:
             self.looks += 1
@@ -131,10 +132,12 @@ class Balanced(Frame):
         self.away = bool(model.away_W.any())
         if model.jumped or model.shifted:
             self.unrest += 1.0
-            self.calm = self.looks = 0
+            self.calm = 0
+        elif model.passed and self.away:
+            self.calm = 0
         elif model.passed:  # it was nothing
             self.unrest = max(self.unrest - 1.0, 0.0)
-            self.calm, self.looks = (0, 0) if self.away else (self.calm_before, self.looks_before)
+            self.calm, self.looks = self.calm_before, self.looks_before
         else:
             self.calm += 1
 
@@ -171,7 +174,8 @@ class Balanced(Frame):
 
     def _better_wait(self, gain: float) -> bool:
         """Whether a disturbance is too young, for what it costs, to be followed."""
-        return gain * int(self.model.away_W.max()) * (1.0 + self.model.lasting) < 1.8 + self.model.passing
+        cost = gain * int(self.model.away_W.max())
+        return cost * (1.0 + self.model.lasting) < self.stake + self.model.passing
 
     def _within_reach(self, costs: tuple[np.ndarray, np.ndarray], limits: Limits, time: float) -> bool:
         """Whether any counts could be as fast as `time`: a bound from a formula first, then the exact count."""
