@@ -60,7 +60,7 @@ def test_recovers_from_a_worker_that_becomes_twice_as_slow(delay, seed):
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.parametrize("factor", [1.3, 2.0])
+@pytest.mark.parametrize("factor", [1.3, 2.0, 8.0])
 @pytest.mark.parametrize("worker", range(4))
 def test_a_single_strange_step_changes_nothing(worker, factor, delay):
     trace = slowed(constant((4, 2, 1, 1), steps=160, noise=0.03), worker, factor, 150, 151)
@@ -69,7 +69,7 @@ def test_a_single_strange_step_changes_nothing(worker, factor, delay):
 
 
 def test_where_disturbances_last_they_are_followed_sooner():
-    """Counts for a worker of half the capacity that is twice as slow are 50% faster: 4 timings cost 2 steps, 3 not yet 1.6."""
+    """Other counts are 50% faster when half the capacity is twice as slow: after 4 timings that has cost 2 steps."""
     trace = constant((4, 2, 1, 1), steps=400, noise=0.02)
     for at in range(150, 400, 50):
         trace = slowed(trace, 0, 2.0, at, at + 25)
@@ -77,10 +77,12 @@ def test_where_disturbances_last_they_are_followed_sooner():
     assert [int(np.argmax(run.changed_T[at:])) for at in (150, 350)] == [4, 1]
 
 
-def test_when_the_fastest_and_the_slowest_swap_speeds_that_is_followed_at_once():
-    trace = slowed(slowed(constant((4, 2, 1, 1), steps=160, noise=0.05), 0, 4.0, 150), 3, 0.25, 150)
+def test_when_the_fastest_and_the_slowest_swap_speeds_again_that_is_followed_at_once():
+    trace = constant((4, 2, 1, 1), steps=260, noise=0.05)
+    for at in (150, 210):
+        trace = slowed(slowed(trace, 0, 4.0, at, at + 30), 3, 0.25, at, at + 30)
     run = simulate(make("balanced"), trace, trace.draw(0), 1)
-    assert np.argmax(run.changed_T[150:]) == 2
+    assert [int(np.argmax(run.changed_T[at:])) for at in (150, 180, 210, 240)] == [3, 2, 2, 2]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -219,7 +221,7 @@ def test_a_disturbance_that_passed_counts_for_nothing_even_if_saved_in_between()
         controller = make("balanced")
         controller.load_state_dict(saved)
         if step == 51:
-            assert before == (0, 0)
+            assert before == (0, 1)
     assert (controller.calm, controller.looks) == (59, 1)
 
 

@@ -40,7 +40,8 @@ class Balanced(Frame):
       `hasty` steps, too.
     - A jump or change point may be a passing one: on real machines strange timings, one or a few, are the rule. New
       counts wait until it has cost, predicted gain times timings so far, (`stake` + disturbances that just passed) /
-      (1 + those that lasted) steps. When all workers are back at the models that they had, so are the counts.
+      (1 + those that lasted) steps; and for a second timing, unless most have lasted. When all workers are back at the
+      models that they had, so are the counts.
 
     A worker left without samples is never timed. It gets one quantum again as soon as the steps it has been idle,
     times the step time, are `retry` times what the trial costs if the worker is one sd better than believed. One that
@@ -174,8 +175,9 @@ class Balanced(Frame):
 
     def _better_wait(self, gain: float) -> bool:
         """Whether a disturbance is too young, for what it costs, to be followed."""
-        cost = gain * int(self.model.away_W.max())
-        return cost * (1.0 + self.model.lasting) < self.stake + self.model.passing
+        model, cost = self.model, gain * int(self.model.away_W.max())
+        single = bool(model.doubt_W.any()) and model.passing >= model.lasting
+        return single or cost * (1.0 + model.lasting) < self.stake + model.passing
 
     def _within_reach(self, costs: tuple[np.ndarray, np.ndarray], limits: Limits, time: float) -> bool:
         """Whether any counts could be as fast as `time`: a bound from a formula first, then the exact count."""
