@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from hetjax.loop import Flight
+    from hetjax.run.layout import Report
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,26 @@ class Record:
     nonfinite: tuple[int, ...] = ()  # workers whose sums held NaN or infinity: the update was skipped
     save: bool = False  # whether a checkpoint was asked for after this step
     more: dict[str, Any] = field(default_factory=dict)  # what else a sync has to tell, as plain JSON values
+
+    @classmethod
+    def of(cls, step: int, flight: Flight, report: Report, step_time: float, seconds: float, samples: int) -> Record:
+        """What was planned, and what came of it."""
+        return cls(
+            step=step,
+            epoch=flight.step.epoch,
+            loss=report.loss,
+            metrics=report.metrics,
+            counts_W=flight.plan.counts_W,
+            rows_W=report.rows_W,
+            times_W=report.times_W,
+            step_time=step_time,
+            seconds=seconds,
+            samples=samples,
+            changed=flight.plan.changed,
+            reason=flight.plan.reason,
+            nonfinite=tuple(int(i) for i in np.flatnonzero(report.nonfinite_W)),
+            save=report.save,
+        )
 
     @property
     def samples_per_s(self) -> float:
@@ -76,6 +100,14 @@ class History:
     def counts(self) -> np.ndarray:
         """Counts over time, [steps, workers]."""
         return np.array([record.counts_W for record in self.records])
+
+    def own_rates(self) -> float | None:
+        """The ideal with real speeds: each worker's samples over its own local seconds, added up."""
+        counts, times = self.counts.astype(float), np.array([record.times_W for record in self.records])
+        seconds_W = np.nansum(times, axis=0)
+        samples_W = np.where(np.isnan(times), 0, counts).sum(axis=0)
+        rate_W = np.divide(samples_W, seconds_W, out=np.zeros_like(seconds_W), where=seconds_W > 0)
+        return float(rate_W.sum()) or None
 
     def samples_per_s(self, skip: int = 0) -> float:
         """Throughput over the run, the first `skip` steps aside."""

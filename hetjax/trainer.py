@@ -13,11 +13,12 @@ import numpy as np
 import optax
 
 from hetjax import sync as syncs
+from hetjax.calibration import calibrate
 from hetjax.data.feed import Feed
-from hetjax.data.memory import MemorySource
+from hetjax.data.memory import as_source
 from hetjax.data.source import Source, fetch
 from hetjax.history import History, Record
-from hetjax.loop import AnySampler, Flight, Loop, Wishes, own_span
+from hetjax.loop import AnySampler, Flight, Loop, Wishes
 from hetjax.plan import controllers
 from hetjax.plan.allocation import solve
 from hetjax.plan.blocks import Blocks
@@ -25,14 +26,11 @@ from hetjax.plan.controllers.protocol import Controller, Observation, Plan
 from hetjax.plan.limits import Limits
 from hetjax.plan.partition import BlockSampler, ProportionalSampler
 from hetjax.plan.sampler import Sampler
-from hetjax.run.agree import digest, gather, same
-from hetjax.run.calibrate import time_local_phases
+from hetjax.run.agree import digest, same
 from hetjax.run.clocks import no_hold
 from hetjax.run.compiles import compiles
-from hetjax.run.engines import Rows
 from hetjax.run.engines.choose import per_worker
 from hetjax.run.engines.protocol import Replicas
-from hetjax.run.layout import Report
 from hetjax.run.reduce import Reduce, make_reduce
 from hetjax.run.session import Session, open_session, shapes
 from hetjax.run.simulate import Simulation, constant
@@ -187,7 +185,7 @@ class Trainer:
         Hooks are called with every finished step's record and the state after it, while the next step runs; they must
         copy what they want to keep of the state, whose buffers are given back at the end of that step.
         """
-        source = _as_source(source)
+        source = as_source(source)
         state = replace(state, step=int(state.step), cursor=int(state.cursor))  # a checkpoint may hold them as arrays
         order = sampler = self._sampler = self._make_sampler(len(source))
         if isinstance(self.sync, PlansByNode):
@@ -238,7 +236,7 @@ class Trainer:
                 if 2 * flight.step.batch > self._shares_W.sum():  # not those of a short last step
                     self._shares_W = np.maximum(flight.plan.counts_W, 1e-3)
                 done, samples = done + 1, samples + flight.step.batch
-                record = _record(done, flight, report, now - last, now - began, samples)
+                record = Record.of(done, flight, report, now - last, now - began, samples)
                 last = now
                 state = reduce.state(done, state.cursor + flight.step.advance)
                 ideal_s += self._ideal_seconds(flight)
@@ -247,7 +245,7 @@ class Trainer:
                 for hook in hooks:
                     hook(record, state)
             history.recompiles_after_warmup = compiles() - compiled
-            history.ideal_samples_per_s = samples / ideal_s if ideal_s else _own_rates(history.records)
+            history.ideal_samples_per_s = samples / ideal_s if ideal_s else history.own_rates()
             history.data_wait_s = feed.waited
         finally:
             feed.close()
@@ -262,7 +260,7 @@ class Trainer:
 
     def evaluate(self, state: State, source: Source | Mapping[str, np.ndarray]) -> dict[str, float]:
         """Mean loss and metrics over every sample of a source, each exactly once, split like the training steps."""
-        source = _as_source(source)
+        source = as_source(source)
         sampler = Sampler(len(source), self._batch, shuffle=False)
         state = self.answer(state)
         session = self._session(state, source, train=False)
@@ -490,21 +488,9 @@ class Trainer:
         self._sessions[train] = session
         return session
 
-    def _calibrate(self, session: Session, reduce: Replicas, source: Source) -> None:
-        """Fix the simulated row time from equal phases of all workers at once."""
+    def _calibrate(self, session: Session, replicas: Replicas, source: Source) -> None:
         assert self.simulation is not None
-        sampler = Sampler(len(source), self._batch, shuffle=False)
-        feed, limits, step = Feed(source, sampler), session.engine.limits(), sampler.step(0)
-        samples = min(step.batch, int(limits.capacity_W.sum()))  # single batches without a barrier may be small
-        counts_W = solve(np.zeros(limits.workers), np.ones(limits.workers), limits, samples).counts_W
-        rows = Rows(*feed.take(step.epoch, *own_span(self.workers, Plan(counts_W), step)))
-        packed = session.engine.pack(rows, step, counts_W, self.seed)
-        feed.close()
-        rows_W, seconds_W = time_local_phases(session.engine, session.clocks, reduce, packed)
-        if self.workers.several_processes:
-            said = gather([rows_W.tolist(), seconds_W.tolist()])
-            rows_W, seconds_W = (np.concatenate(parts) for parts in zip(*said, strict=True))
-        self.simulation.calibrate(rows_W, seconds_W)
+        calibrate(self.simulation, session, replicas, source, self._batch, self.seed)
 
     def _judge_simulation(self, history: History) -> None:
         if self.simulation is not None:
@@ -539,40 +525,3 @@ def _tell(hooks: Sequence[Hook], what: str, history: History) -> None:
     for hook in hooks:
         if hasattr(hook, what):
             getattr(hook, what)(history)
-
-
-def _as_source(source: Source | Mapping[str, np.ndarray]) -> Source:
-    source = MemorySource(source) if isinstance(source, Mapping) else source
-    if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
-        raise TypeError(
-            f"A source needs __len__ and __getitem__ (or is a dict of arrays); got {type(source).__name__}."
-        )
-    return source
-
-
-def _record(step: int, flight: Flight, report: Report, step_time: float, seconds: float, samples: int) -> Record:
-    return Record(
-        step=step,
-        epoch=flight.step.epoch,
-        loss=report.loss,
-        metrics=report.metrics,
-        counts_W=flight.plan.counts_W,
-        rows_W=report.rows_W,
-        times_W=report.times_W,
-        step_time=step_time,
-        seconds=seconds,
-        samples=samples,
-        changed=flight.plan.changed,
-        reason=flight.plan.reason,
-        nonfinite=tuple(int(i) for i in np.flatnonzero(report.nonfinite_W)),
-        save=report.save,
-    )
-
-
-def _own_rates(records: Sequence[Record]) -> float | None:
-    """The ideal with real speeds: each worker's samples over its own local seconds, added up."""
-    counts, times = np.array([r.counts_W for r in records], float), np.array([r.times_W for r in records])
-    counts = np.where(np.isnan(times), 0, counts)
-    seconds_W = np.nansum(times, axis=0)
-    rate_W = np.divide(counts.sum(axis=0), seconds_W, out=np.zeros_like(seconds_W), where=seconds_W > 0)
-    return float(rate_W.sum()) or None

@@ -2,11 +2,15 @@
 
 import gc
 import os
+import signal
 
 import quick_compiles
 
 _FLAGS = f"--xla_force_host_platform_device_count=8 {quick_compiles.FLAGS}"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
+
+# Tests that were started in the background, where a shell has SIGINT ignored, hand that on to all they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402

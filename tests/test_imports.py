@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "launch": {"launch"},
     "run": {"run", "plan", "data", "launch"},
     "loop": {"run", "plan", "data"},
+    "calibration": {"loop", "run", "plan", "data"},
     "sync": {"sync", "run", "plan", "data", "history"},
 }
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from hetjax.data.source import Description, RowSource
+from hetjax.data.source import Description, RowSource, Source
 
 
 class MemorySource(RowSource):
@@ -35,6 +35,16 @@ class MemorySource(RowSource):
         if batch.get("image", np.empty(0)).dtype == np.uint8:
             batch["image"] = batch["image"] * np.float32(1 / 255)
         return batch
+
+
+def as_source(source: Source | Mapping[str, np.ndarray]) -> Source:
+    """What a user gives as a source: anything with a length and an index, or a dict of arrays."""
+    source = MemorySource(source) if isinstance(source, Mapping) else source
+    if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
+        raise TypeError(
+            f"A source needs __len__ and __getitem__ (or is a dict of arrays); got {type(source).__name__}."
+        )
+    return source
 
 
 def labelled_images(
