@@ -254,11 +254,13 @@ class CostModel:
         self.jumped = True
         self._rescale(jump_W, ratio_W, self.noise_W)
 
+    def _now_5xW(self) -> np.ndarray:
+        return np.stack([self.startup_W, self.per_work_W, self.var_ss_W, self.var_sp_W, self.var_pp_W])
+
     def _leave(self, who_W: np.ndarray, timings: int | np.ndarray) -> None:
         """Keep the model that these workers left so many timings ago, unless they are away already."""
         who_W = who_W & (self.away_W == 0)
-        now_5xW = np.stack([self.startup_W, self.per_work_W, self.var_ss_W, self.var_sp_W, self.var_pp_W])
-        self.kept_5xW = np.where(who_W, now_5xW, self.kept_5xW)
+        self.kept_5xW = np.where(who_W, self._now_5xW(), self.kept_5xW)
         self.away_W = np.where(who_W, timings, self.away_W)
         self.evidence_W = np.where(who_W, 0.0, self.evidence_W)
 
@@ -277,7 +279,7 @@ class CostModel:
         """Give workers that are away the model back that they had, where the timings fit it again."""
         asked_W = (self.away_W > 0) & on_W
         noise_W = self.noise * self.noise * self.ratio_W
-        now_5xW = np.stack([self.startup_W, self.per_work_W, self.var_ss_W, self.var_sp_W, self.var_pp_W])
+        now_5xW = self._now_5xW()
         square_W, kept_square_W = (_surprise(m_5xW, x_W, t_W, noise_W, asked_W) for m_5xW in (now_5xW, self.kept_5xW))
         self.evidence_W = np.maximum(self.evidence_W + 0.5 * (square_W - kept_square_W), 0.0)
         back_W = asked_W & (self.evidence_W > BACK_LIMIT)
