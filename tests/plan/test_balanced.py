@@ -39,7 +39,8 @@ def test_settles_in_two_changes_and_then_holds_still(rates, delay, seed):
     late_T = np.flatnonzero(run.mean_times_T > 1.05 * best_times(trace)[1])
     settled = late_T[-1] + 1 if len(late_T) else 0
     assert run.changed_T[: settled + 1].sum() <= 2
-    assert run.changed_T.sum() <= 3  # the first timings, and two looks
+    assert run.changed_T.sum() <= 4  # the first timings, and three looks
+    assert run.changed_T[12:].sum() <= 2
     assert run.changed_T[200:].sum() == 0
 
 
@@ -196,9 +197,9 @@ def test_resuming_is_bit_identical(name):
             part.load_state_dict(saved)
 
 
-@pytest.mark.parametrize(("noise", "looks"), [(0.0, [8, 72]), (0.05, [9, 72]), (1.0, [32, 72])])
-def test_it_looks_again_as_soon_as_the_noise_allows(noise, looks):
-    """Of 8 workers the worst mean of n timings is off by some sqrt(2 ln 8) noise / sqrt(n): 3.5% after 8.5 steps."""
+@pytest.mark.parametrize(("noise", "looks"), [(0.05, [8, 24, 72]), (0.1, [24, 72]), (1.0, [72])])
+def test_it_looks_again_when_the_noise_allows(noise, looks):
+    """Of 8 workers the worst mean of n timings is off by some sqrt(2 ln 8) noise / sqrt(n): at 10% noise 7% after 8."""
     controller = make("balanced")
     controller._start(8)
     controller.model.noise = noise
@@ -221,8 +222,8 @@ def test_a_disturbance_that_passed_counts_for_nothing_even_if_saved_in_between()
         controller = make("balanced")
         controller.load_state_dict(saved)
         if step == 51:
-            assert before == (0, 1)
-    assert (controller.calm, controller.looks) == (59, 1)
+            assert before == (0, 2)
+    assert (controller.calm, controller.looks) == (59, 2)
 
 
 def test_a_state_of_an_older_version_is_taken_as_far_as_it_goes():

@@ -15,7 +15,7 @@ from hetjax.plan.limits import Limits
 from hetjax.plan.logarithm import ln
 from hetjax.plan.rounding import allowed
 
-_LOOKS = (8, 32, 72)  # steps: the first look at the earliest and at the latest, and the second one
+_LOOKS = (8, 24, 72)  # steps after which counts are looked at again
 
 
 class Balanced(Frame):
@@ -33,11 +33,11 @@ class Balanced(Frame):
     - The first timings are used at once.
     - For `rest` steps after a change (twice as many in much noise) only a gain above `urgent` counts, so that a plan
       is judged by several timings; unless the model has just found a jump or a change point.
-    - After the first plan, and after one that followed a jump or change point, the counts are looked at twice, as the
-      estimates are better by then than those that they were made from: at the first step from which the worst of the N
-      mean timings should be good to `polish` (8 to 32 steps, by the noise) a gain above (min_gain + u) / 2 is enough,
-      and at step 72 any gain. A change in between stands for a look. Where there was a jump, the former holds at the
-      `hasty` steps, too.
+    - After the first plan, and after one that followed a jump or change point, the counts are looked at again after
+      8, 24 and 72 steps, as the estimates are better by then than those that they were made from: a gain above
+      (min_gain + u) / 2 is enough. A look is left out, but for the last, while the worst of N mean timings is not good
+      to `polish`: it would only replace a bad plan by another. A change in between stands for a look. Where there was
+      a jump, the same gain is enough at the `hasty` steps.
     - A jump or change point may be a passing one: on real machines strange timings, one or a few, are the rule. New
       counts wait until it has cost, predicted gain times timings so far, (`stake` + disturbances that just passed) /
       (1 + those that lasted) steps; and for a second timing, unless most have lasted. When all workers are back at the
@@ -61,7 +61,7 @@ class Balanced(Frame):
         quiet: int = 256,
         rest: int = 16,
         urgent: float = 0.4,
-        polish: float = 0.035,
+        polish: float = 0.06,
         hasty: tuple[int, ...] = (2, 4, 8),
         stake: float = 1.6,
         retry: float = 200.0,
@@ -154,8 +154,6 @@ class Balanced(Frame):
         if self.tried >= 0 and self.model.seen_W[self.tried] > self.tried_seen:
             self.tried = -1
             return 0.0
-        if look and self.looks == 2:
-            return 0.0
         if look or (self.unrest > 0 and self.calm in self.hasty):
             return 0.5 * (self.min_gain + noise)
         patience = self.max_patience * min(self.since, self.quiet) / self.quiet
@@ -166,12 +164,11 @@ class Balanced(Frame):
 
     def _look(self) -> bool:
         """Whether it is time to look at the counts again."""
-        error = self.model.noise * self.worst / self.polish  # of the worst timing, in units of what is wanted
-        first = min(max(error * error, _LOOKS[0]), _LOOKS[1])
-        if self.looks >= 2 or self.calm < (first, _LOOKS[2])[self.looks]:
+        if self.looks >= len(_LOOKS) or self.calm < _LOOKS[self.looks]:
             return False
         self.looks += 1
-        return True
+        error = self.worst * self.model.noise / float(np.sqrt(self.calm))  # of the worst worker's mean timing
+        return error <= self.polish or self.looks == len(_LOOKS)
 
     def _better_wait(self, gain: float) -> bool:
         """Whether a disturbance is too young, for what it costs, to be followed."""
