@@ -160,7 +160,8 @@ def test_the_short_last_step_disturbs_nothing(seed):
     plans = drive(make("balanced"), limits, batches, np.random.default_rng(seed), rates)
     assert all(plan.counts_W.sum() == batch for plan, batch in zip(plans, batches, strict=True))
     assert not any(plan.changed for plan, batch in zip(plans, batches, strict=True) if batch == 37)
-    assert sum(plan.changed for plan in plans) <= 3
+    assert sum(plan.changed for plan in plans) <= 4  # the first timings, and three looks
+    assert not any(plan.changed for plan in plans[80:])
     full = [plan.counts_W for plan, batch in zip(plans, batches, strict=True) if batch == 256]
     np.testing.assert_allclose(full[-1], 256 * rates / 600, atol=6)
 

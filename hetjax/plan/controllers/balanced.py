@@ -35,9 +35,10 @@ class Balanced(Frame):
       is judged by several timings; unless the model has just found a jump or a change point.
     - After the first plan, and after one that followed a jump or change point, the counts are looked at again after
       8, 24 and 72 steps, as the estimates are better by then than those that they were made from: a gain above
-      (min_gain + u) / 2 is enough. A look is left out, but for the last, while the worst of N mean timings is not good
-      to `polish`: it would only replace a bad plan by another. A change in between stands for a look. Where there was
-      a jump, the same gain is enough at the `hasty` steps.
+      (min_gain + u) / 2 is enough, the last time any (a small worker with too little to do costs next to nothing, but
+      shows). A look but the last is left out while the worst of N mean timings is not good to `polish`: it would only
+      replace a bad plan by another. A change in between stands for a look. Where there was a jump, (min_gain + u) / 2
+      is enough at the `hasty` steps, too.
     - A jump or change point may be a passing one: on real machines strange timings, one or a few, are the rule. New
       counts wait until it has cost, predicted gain times timings so far, (`stake` + disturbances that just passed) /
       (1 + those that lasted) steps; and for a second timing, unless most have lasted. When all workers are back at the
@@ -153,6 +154,8 @@ class Balanced(Frame):
             return -1.0
         if self.tried >= 0 and self.model.seen_W[self.tried] > self.tried_seen:
             self.tried = -1
+            return 0.0
+        if look and self.looks == len(_LOOKS):
             return 0.0
         if look or (self.unrest > 0 and self.calm in self.hasty):
             return 0.5 * (self.min_gain + noise)
