@@ -11,7 +11,9 @@ other. The laws that act seldom do so every 5 steps, and are called by their pla
 
 efficiency      samples/s / ideal, from the eleventh step on, the first one of every further round left out: the mean
                 over the rounds, each over the solo speeds measured before and after it; ± its standard error
-lead            of balanced over the others: the mean difference in efficiency over the rounds; ± its standard error
+use             samples/s / what the workers did in their local times of the same steps, so that it does not matter how
+                fast the machine was just then; nor, though, how fast the workers could have been
+lead            of balanced over the others: the mean difference over the rounds; ± its standard error
 unrest          of the workers' speeds against each other, whatever the controller: the variance of their means over
                 sevenths of the steps, divided by what noise alone would give; about 1 in a quiet stretch
 imbalance       (max - min) / mean of the workers' mean local times
@@ -114,6 +116,19 @@ def efficiency_by_round(rounds: list[dict[str, Any]], batch: int, ideals: Sequen
     for k, (seen, ideal) in enumerate(zip(rounds, ideals, strict=True)):
         steps = seen["step_times"][1 if k else SKIP :]
         found.append(batch * len(steps) / sum(steps) / ideal)
+    return found
+
+
+def use_by_round(rounds: list[dict[str, Any]]) -> list[float]:
+    """Each round's rate over the sum of the workers' own rates in the same steps."""
+    found = []
+    for k, seen in enumerate(rounds):
+        steps, times, counts = (
+            np.array(seen[key], float)[1 if k else SKIP :] for key in ("step_times", "times", "counts")
+        )
+        timed = ~np.isnan(times).any(axis=1)
+        own = (counts[timed].sum(axis=0) / times[timed].sum(axis=0)).sum()
+        found.append(float(counts[timed].sum() / steps[timed].sum() / own))
     return found
 
 
@@ -282,12 +297,15 @@ def main(
     around = (solos[:-1] + solos[1:]).sum(axis=1) / 2
     by_name: dict[str, dict[str, Any]] = {}
     by_round: dict[str, list[float]] = {}
+    used: dict[str, list[float]] = {}
     for name in names:
         mine = [message for message in heard if message.get("controller") == name]
         in_rounds = [message["quiet"] for message in mine if "quiet" in message]
         quiet = joined(in_rounds)
         by_round[name] = efficiency_by_round(in_rounds, batch_size, around[[part == name for part in parts]])
-        by_name[name] = figures(quiet, batch_size) | {"efficiency": float(np.mean(by_round[name]))}
+        used[name] = use_by_round(in_rounds)
+        means = {"efficiency": float(np.mean(by_round[name])), "use": float(np.mean(used[name]))}
+        by_name[name] = figures(quiet, batch_size) | means
         if name == "balanced":
             ceiling, moved = noise_ceiling(quiet, by_name[name]["overhead_share"]), unrest(quiet)
         if swaps:
@@ -303,19 +321,27 @@ def main(
     )
     console.print(table_of(by_name, by_round))
     results: dict[str, Any] = {"ideal_samples_per_s": ideal}
-    for key in ("samples_per_s", "efficiency", "imbalance", "overhead_share", "overhead_ms", "changes", "recompiles"):
+    for key in ("samples_per_s", "efficiency", "use", "imbalance", "overhead_share", "overhead_ms", "changes",
+                "recompiles"):  # fmt: skip
         results[key] = {name: seen[key] for name, seen in by_name.items()}
     results["recovery_steps"] = {name: seen.get("recovery_steps") for name, seen in by_name.items()}
     if "balanced" in by_name:
-        ahead = leads(by_round)
-        told = ", ".join(f"{name} {with_error(*lead, sign='+')}" for name, lead in ahead.items())
         console.print(f"noise ceiling of a fixed split {ceiling:.3f}, unrest {moved:.1f}", highlight=False)
-        console.print(f"lead of balanced: {told or '-'}", highlight=False)
-        results |= {"noise_ceiling": ceiling, "lead": {name: lead[0] for name, lead in ahead.items()}}
-        results["unrest"] = moved if np.isfinite(moved) else None
-        results["lead_error"] = {name: lead[1] if rounds > 1 else None for name, lead in ahead.items()}
+        results |= {"noise_ceiling": ceiling, "unrest": moved if np.isfinite(moved) else None}
+        for key, measure in (("lead", by_round), ("lead_in_use", used)):
+            ahead = leads(measure)
+            told = ", ".join(f"{name} {with_error(*lead, sign='+')}" for name, lead in ahead.items())
+            console.print(f"{key.replace('_', ' ')} of balanced: {told or '-'}", highlight=False)
+            results[key] = {name: lead[0] for name, lead in ahead.items()}
+            results[f"{key}_error"] = {name: lead[1] if rounds > 1 else None for name, lead in ahead.items()}
     if json_file is not None:
-        details = {"solo_samples_per_s": solos.tolist(), "efficiency_by_round": by_round, **about, **orders}
+        details = {
+            "solo_samples_per_s": solos.tolist(),
+            "efficiency_by_round": by_round,
+            "use_by_round": used,
+            **about,
+            **orders,
+        }
         json_file.write_text(json.dumps({**results, "details": details, "told": heard}, indent=1) + "\n")
     return 0
 

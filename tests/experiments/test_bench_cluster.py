@@ -23,6 +23,7 @@ from bench_cluster import (
     recovery,
     table_of,
     unrest,
+    use_by_round,
 )
 from cluster_worker import swapped
 from rich.console import Console
@@ -98,6 +99,15 @@ def test_every_round_is_seen_beside_the_speeds_around_it():
     one = {"step_times": [9.0] * SKIP + [2.0, 2.0]}
     two = {"step_times": [9.0, 2.0, 3.0, 4.0]}  # nothing overlaps with its first step
     assert efficiency_by_round([one, two], 60, [40.0, 30.0]) == pytest.approx([30 / 40, 20 / 30])
+
+
+def test_use_is_the_rate_over_what_the_workers_did_in_their_own_times():
+    """60 samples in 2 s and 20 in 1 s are 50 a second; the step took 2.5 s. A step without timings says nothing."""
+    nothing = [[np.nan, np.nan]]
+    one = {"counts": [[60, 20]] * (SKIP + 2), "times": [[9, 9]] * SKIP + [[2, 1]] + nothing}
+    one["step_times"] = [9.0] * SKIP + [2.5, 7.0]
+    two = {"counts": [[60, 20]] * 3, "times": nothing + [[4, 2]] * 2, "step_times": [9.0, 5.0, 5.0]}
+    assert use_by_round([one, two]) == pytest.approx([32 / 50, 16 / 25])
 
 
 def test_leads_are_differences_within_the_same_rounds():
@@ -181,7 +191,7 @@ def test_a_quick_run(tmp_path):
     assert bench.returncode == 0, said
     found = json.loads(path.read_text())
     assert found["ideal_samples_per_s"] > 0
-    for key in ("samples_per_s", "efficiency", "imbalance", "overhead_share", "recovery_steps"):
+    for key in ("samples_per_s", "efficiency", "use", "imbalance", "overhead_share", "recovery_steps"):
         assert set(found[key]) == {"equal", "balanced"}
     for name in ("equal", "balanced"):
         (efficiency,) = found["details"]["efficiency_by_round"][name]
