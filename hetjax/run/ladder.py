@@ -18,8 +18,8 @@ from hetjax.run.compiles import expected
 log = logging.getLogger("hetjax")
 Arguments = Callable[[int, jax.Device | None], tuple]  # (rows, device) -> arguments; shapes only when device is None
 
-_ROUNDS, _BUDGET = 12, 0.15  # time every rung so often, or until that has taken so many seconds each; thrice at least
-_IN_A_ROW, _CHAIN = 16, 0.01  # chunks timed in a row: at most so many, and for so many seconds
+_ROUNDS, _BUDGET = 12, 0.25  # time every rung so often, or until that has taken so many seconds each; thrice at least
+_IN_A_ROW, _CHAIN = 16, 0.03  # chunks timed in a row: at most so many, and for so many seconds
 _CHUNK_COST_IN_ROWS = 0.25  # where rows are the price, one more chunk is still not quite free
 _AROUND = (0.9, 0.95, 1.0, 1.05, 1.1)  # where a further rung is judged, in counts
 _WORTH_COMPILING = 0.01  # a further rung has to save one per cent of the work
@@ -106,10 +106,11 @@ class Ladder:
         return True
 
     def _prices(self, rungs: Sequence[int]) -> tuple[dict[int, float], float]:
-        """The shortest seconds of a chunk of each rung, and of adding one chunk's sums to another's; or rows.
+        """The seconds of a chunk of each rung, and of adding one chunk's sums to another's; or rows.
 
         Chunks are timed in a row, as in a phase: there the host is ahead of the device, and a wait for every single one
-        would make the small ones look dear. All take turns, so that a busy moment hits all alike.
+        would make the small ones look dear. All take turns, and what counts is the median share of a rung in its round:
+        on a shared machine the shortest time of each is that of another lucky moment, and twice as far off.
         """
         if self.priced_by_rows:
             return {rung: rung + _CHUNK_COST_IN_ROWS for rung in rungs}, 0.0
@@ -118,14 +119,13 @@ class Ladder:
         chunks = {rung: min(max(round(_CHAIN / once[rung]), 1), _IN_A_ROW) for rung in rungs}
         least = min(rungs)
         cases = [(rung, False) for rung in rungs] + [(least, True)]
-        seconds: dict[tuple[int, bool], float] = dict.fromkeys(cases, np.inf)
         until = time.perf_counter() + _BUDGET * len(cases)
-        for turn in range(_ROUNDS):
-            if turn >= 3 and time.perf_counter() > until:
-                break
-            for rung, adding in cases:
-                took = self._chain(rung, arguments[rung], chunks[rung], adding)
-                seconds[rung, adding] = min(seconds[rung, adding], took)
+        rounds: list[list[float]] = []
+        while len(rounds) < 3 or (len(rounds) < _ROUNDS and time.perf_counter() < until):
+            rounds.append([self._chain(rung, arguments[rung], chunks[rung], adding) for rung, adding in cases])
+        whole_R = np.sum(rounds, axis=1)
+        share_C = np.median(np.array(rounds) / whole_R[:, None], axis=0)
+        seconds = dict(zip(cases, (share_C * np.median(whole_R)).tolist(), strict=True))
         joint = max(seconds[least, True] - seconds[least, False], 0.0) / chunks[least]
         return {rung: seconds[rung, False] / chunks[rung] for rung in rungs}, joint
 

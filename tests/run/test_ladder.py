@@ -160,6 +160,23 @@ def test_prices_are_those_of_chunks_in_a_row(monkeypatch):
     assert found.joint == pytest.approx(2e-5)
 
 
+def test_prices_do_not_depend_on_the_moment_they_were_taken_in(monkeypatch):
+    """A machine of another speed in every round, and a lucky moment for one rung: seconds = 3 + rows all the same."""
+    ladder = next(iter(chunked(1, rungs=[4, 8, 16]).ladders.values()))
+    asked: list[int] = []
+
+    def chain(self, rung, arguments, chunks, adding=False):
+        asked.append(rung)
+        turn = (len(asked) - 4) // 4  # after one chunk of each rung, rounds of the rungs and one more case
+        lucky = 0.1 if turn == 1 and rung == 8 else 1.0
+        return lucky * (1.0 + 0.5 * (turn % 3)) * chunks * (3 + rung + adding)
+
+    monkeypatch.setattr(Ladder, "_chain", chain)
+    prices, joint = ladder._prices([4, 8, 16])
+    unit = prices[4] / 7
+    np.testing.assert_allclose([prices[8] / unit, prices[16] / unit, joint / unit], [11, 19, 1], rtol=1e-9)
+
+
 def test_a_rung_joins_when_it_pays_at_the_present_counts(monkeypatch):
     wide = lambda self, rungs: ({rung: 1e-3 + 1e-4 * rung for rung in rungs}, 1e-3)  # injected: a wide model's prices
     monkeypatch.setattr(Ladder, "_prices", wide)
