@@ -40,7 +40,7 @@ from hetjax import Example, models
 from hetjax.plan import controllers
 from hetjax.plan.controllers.protocol import Observation, Plan
 from hetjax.plan.limits import Limits
-from hetjax.plan.sampler import Step
+from hetjax.plan.sampler import Span
 from hetjax.run.clocks import Clocks
 from hetjax.run.compiles import compiles
 from hetjax.run.contract import Objective
@@ -168,14 +168,14 @@ def work_tax(name: str, quick: bool) -> tuple[float, dict[str, Any]]:
         for engine_name, (engine, reduce) in engines.items():
             if quick and engine_name != "auto" and place % 2 == 0:
                 continue  # beside it, for the picture: half of the sizes will do
-            packed = engine.pack(Rows(made.data, 0), Step(0, 0, int(n)), counts, seed=0)
+            packed = engine.pack(Rows(made.data, 0), Span(0, 0, int(n)), counts, seed=0)
             runs[engine_name] = lambda engine=engine, reduce=reduce, packed=packed: clocks.wait(
                 engine.start(reduce, packed)
             )
         seconds = in_turns(runs, repeats=25 if quick else 41, seconds=0.8 if quick else 4.0)
         for engine_name in set(engines) & set(runs):
             ratios[engine_name].append(seconds[engine_name] / seconds["plain"])
-        chunks = [chunk.rung for chunk in auto.pack(Rows(made.data, 0), Step(0, 0, int(n)), counts, seed=0)[0]]
+        chunks = [chunk.rung for chunk in auto.pack(Rows(made.data, 0), Span(0, 0, int(n)), counts, seed=0)[0]]
         rows.append({"n": int(n), "chunks": chunks, **{k: round(1e3 * v, 2) for k, v in seconds.items()}})
     (ladder,) = auto.ladders.values()
     rungs = sorted(ladder.programs)

@@ -22,7 +22,7 @@ from hetjax.models.losses import classification
 from hetjax.models.pool import max_pool
 from hetjax.plan import controllers
 from hetjax.plan.controllers.protocol import Controller
-from hetjax.plan.sampler import Step
+from hetjax.plan.sampler import Span
 from hetjax.run.agree import gather
 from hetjax.run.distributed import initialise, leave
 from hetjax.run.engines import Rows
@@ -89,7 +89,7 @@ def solo_rates(trainer: Trainer, state: State, data: Any, quotas: Sequence[float
     session = trainer._sessions[True]
     reduce = make_reduce("psum", trainer.workers, session.layout, unchanged, (state.params, None))
     counts_W = np.floor(trainer.batch_size * np.asarray(quotas) / sum(quotas)).astype(np.int64)
-    step = Step(0, 0, int(counts_W.sum()))
+    step = Span(0, 0, int(counts_W.sum()))
     packed = session.engine.pack(Rows(data, 0), step, counts_W, 0)
     gather("all are here")
     began, rounds = time.perf_counter(), 0

@@ -14,7 +14,7 @@ from hetjax.plan.controllers.protocol import Observation, Plan
 from hetjax.plan.limits import Limits
 from hetjax.plan.node_sampler import NodeSampler
 from hetjax.plan.partition import BlockSampler, ProportionalSampler
-from hetjax.plan.sampler import Sampler, Step
+from hetjax.plan.sampler import Sampler, Span
 from hetjax.run.agree import Disagreement
 from hetjax.run.clocks import Lap
 from hetjax.run.engines import Rows
@@ -45,7 +45,7 @@ class Wishes:
 class Flight:
     """A step on its way: what was planned, and how much work that is."""
 
-    step: Step
+    step: Span
     plan: Plan
     work_W: np.ndarray
 
@@ -153,7 +153,7 @@ class Loop:
         ]
 
 
-def own_span(workers: Workers, plan: Plan, step: Step, margin_share: int | None = None) -> tuple[int, int]:
+def own_span(workers: Workers, plan: Plan, step: Span, margin_share: int | None = None) -> tuple[int, int]:
     """Positions of an epoch that this process computes under a plan, with a margin of that share, within the step.
 
     At least one, for padding is made of real rows.

@@ -9,7 +9,7 @@ import numpy as np
 
 from hetjax.plan.between_nodes import BetweenNodes
 from hetjax.plan.controllers.protocol import Plan
-from hetjax.plan.sampler import Decide, Sampler, Step
+from hetjax.plan.sampler import Decide, Sampler, Span
 
 
 class NodeSampler:
@@ -28,7 +28,7 @@ class NodeSampler:
         self._counts_N = np.full(between.nodes, order.batch // between.nodes)  # of the step planned last
         self._cut: tuple[int, dict[int, np.ndarray]] = (-1, {})  # an epoch with unequal steps: counts by position
 
-    def next(self, cursor: int, decide: Decide) -> tuple[Step, Plan]:
+    def next(self, cursor: int, decide: Decide) -> tuple[Span, Plan]:
         """This node's part of the step at the cursor, and its plan."""
         epoch, start = divmod(cursor, self.size)
         if self.between.rule == "steps" and not self.blocking(epoch):
@@ -46,11 +46,11 @@ class NodeSampler:
         starts_T = start + np.cumsum(counts_TxN.sum(axis=1)) - counts_TxN.sum(axis=1)
         return {int(at): counts_N for at, counts_N in zip(starts_T, counts_TxN, strict=True)}
 
-    def _part(self, epoch: int, start: int, counts_N: np.ndarray) -> Step:
+    def _part(self, epoch: int, start: int, counts_N: np.ndarray) -> Span:
         first = start + int(counts_N[: self.node].sum())
-        return Step(epoch, first, first + int(counts_N[self.node]), (start, start + int(counts_N.sum())))
+        return Span(epoch, first, first + int(counts_N[self.node]), (start, start + int(counts_N.sum())))
 
-    def ahead(self, cursor: int) -> Step | None:
+    def ahead(self, cursor: int) -> Span | None:
         """This node's part of a step that has not been planned yet, as far as it can be guessed."""
         epoch, start = divmod(cursor, self.size)
         if epoch == self._cut[0]:

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hetjax.plan.controllers.protocol import Plan
-from hetjax.plan.sampler import Decide, Sampler, Step, check_same_samples, permute
+from hetjax.plan.sampler import Decide, Sampler, Span, check_same_samples, permute
 
 _GOLDEN = 0x9E3779B97F4A7C15  # an odd constant: multiples of it are different seeds
 Unread = Callable[[np.ndarray], np.ndarray]  # of these samples, those not yet read in this epoch
@@ -114,7 +114,7 @@ class ShardedSampler(ABC):
     def same_cut(self, saved: Mapping[str, Any], plan: Plan) -> Plan | None:
         """The plan of a cut that `cut_dict` described, if it fits today's workers."""
 
-    def next(self, cursor: int, decide: Decide) -> tuple[Step, Plan]:
+    def next(self, cursor: int, decide: Decide) -> tuple[Span, Plan]:
         """The step at the cursor, and the counts that the epoch's shards give it."""
         epoch, start = divmod(cursor, self.size)
         if epoch != self._epoch:
@@ -126,7 +126,7 @@ class ShardedSampler(ABC):
                 "since the run was stopped. Resume from the end of an epoch, or use partition='global'."
             )
         counts_W = self._counts_SxW[k]
-        step = Step(epoch, start, start + int(counts_W.sum()))
+        step = Span(epoch, start, start + int(counts_W.sum()))
         return step, replace(self._plan, counts_W=counts_W, changed=self._plan.changed and k == 0)
 
     def _begin(self, epoch: int, start: int, decide: Decide) -> None:
@@ -155,11 +155,11 @@ class ShardedSampler(ABC):
         self._arranged = np.concatenate(batches)
         self._starts_S = first + np.cumsum([0, *counts_SxW.sum(axis=1)])[:-1]
 
-    def ahead(self, cursor: int) -> Step | None:
+    def ahead(self, cursor: int) -> Span | None:
         """The step at a cursor that has not been planned, if it can be known: within the epoch that was cut last."""
         epoch, start = divmod(cursor, self.size)
         following = self._starts_S[self._starts_S > start]
-        return Step(epoch, start, int(min([*following, self.size]))) if epoch == self._epoch else None
+        return Span(epoch, start, int(min([*following, self.size]))) if epoch == self._epoch else None
 
     def steps_between(self, cursor: int, end: int) -> int:
         return self.order.steps_between(cursor, end)

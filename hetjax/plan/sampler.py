@@ -56,7 +56,7 @@ def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarr
 
 
 @dataclass(frozen=True)
-class Step:
+class Span:
     """One global step: the half-open range of positions in an epoch's order.
 
     Where a process plans for its own part of a step only, `start` and `stop` are the part's, `whole` is the step.
@@ -102,16 +102,16 @@ class Sampler:
         if self.batch < 1:
             raise ValueError(f"batch_size must be at least 1, got {self.batch}.")
 
-    def step(self, cursor: int) -> Step:
+    def step(self, cursor: int) -> Span:
         epoch, start = divmod(cursor, self.size)
-        return Step(epoch, start, min(start + self.batch, self.size))
+        return Span(epoch, start, min(start + self.batch, self.size))
 
-    def next(self, cursor: int, decide: Decide) -> tuple[Step, Plan]:
+    def next(self, cursor: int, decide: Decide) -> tuple[Span, Plan]:
         """The step at the cursor and its plan: any samples of the global batch for any worker."""
         step = self.step(cursor)
         return step, decide(step.batch, step.epoch)
 
-    def ahead(self, cursor: int) -> Step | None:
+    def ahead(self, cursor: int) -> Span | None:
         """The step at a cursor that has not been planned yet."""
         return self.step(cursor)
 

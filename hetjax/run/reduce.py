@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jax.sharding import SingleDeviceSharding
 
-from hetjax.plan.sampler import Step
+from hetjax.plan.sampler import Span
 from hetjax.run.clocks import Lap
 from hetjax.run.compiles import expected
 from hetjax.run.layout import HOST_SLOTS, SLOTS, Layout, Parts, Report
@@ -42,7 +42,7 @@ class Reduce(Protocol):
     name: str
 
     def step(
-        self, laps: Sequence[Lap], slots: Sequence[list[float]], at: Step, weights: Sequence[float] | None = None
+        self, laps: Sequence[Lap], slots: Sequence[list[float]], at: Span, weights: Sequence[float] | None = None
     ) -> None:
         """Sum, and apply. `weights`: how often each local worker's gradients count; None: once, as is unbiased."""
         ...
@@ -127,7 +127,7 @@ class Psum:
             return jax.jit(program, donate_argnums=0).lower(self.core, parts, said).compile()
 
     def step(
-        self, laps: Sequence[Lap], slots: Sequence[list[float]], at: Step, weights: Sequence[float] | None = None
+        self, laps: Sequence[Lap], slots: Sequence[list[float]], at: Span, weights: Sequence[float] | None = None
     ) -> None:
         parts = tuple(self.workers.stack(part) for part in zip(*(lap.parts for lap in laps), strict=True))
         run, own = self._run, np.asarray(slots, np.float32)
@@ -187,7 +187,7 @@ class Hub:
             return jax.jit(self._on_lead, donate_argnums=0).lower(*arguments).compile()
 
     def step(
-        self, laps: Sequence[Lap], slots: Sequence[list[float]], at: Step, weights: Sequence[float] | None = None
+        self, laps: Sequence[Lap], slots: Sequence[list[float]], at: Span, weights: Sequence[float] | None = None
     ) -> None:
         parts_W = [jax.device_put(lap.parts, self.lead) for lap in laps]
         weight_W = np.ones(len(laps), np.float32) if weights is None else np.asarray(weights, np.float32)

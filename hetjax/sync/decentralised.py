@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 from hetjax.plan.matcha import matcha
 from hetjax.plan.mixing import Mixing, topology
-from hetjax.plan.sampler import Step
+from hetjax.plan.sampler import Span
 from hetjax.run.agree import gather
 from hetjax.run.clocks import Lap
 from hetjax.run.compiles import expected
@@ -187,7 +187,7 @@ class Neighbours:
     # -- on the host --
 
     def step(
-        self, laps: Sequence[Lap], slots: Sequence[list[float]], at: Step, weights: Sequence[float] | None = None
+        self, laps: Sequence[Lap], slots: Sequence[list[float]], at: Span, weights: Sequence[float] | None = None
     ) -> None:
         parts = tuple(self.workers.stack(part) for part in zip(*(lap.parts for lap in laps), strict=True))
         due = self.done % self.every == 0

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from problems import RandomPlans, distance, part_of_data, problem, reference_run
 
-from hetjax.plan.sampler import Step
+from hetjax.plan.sampler import Span
 from hetjax.run import layout as layouts
 from hetjax.run.clocks import Clocks
 from hetjax.run.contract import Objective
@@ -60,7 +60,7 @@ class Bench:
     problem: object
 
     def gradient(self, counts: np.ndarray, transport: str, batch, start=0):
-        step = Step(0, start, start + int(counts.sum()))
+        step = Span(0, start, start + int(counts.sum()))
         reduce = self.reduces[transport]
         laps = self.clocks.wait(self.engine.start(reduce, self.engine.pack(Rows(batch, start), step, counts, seed=7)))
         reduce.step(laps, [own_slots(lap.seconds, lap.rows, 0, False) for lap in laps], step)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from problems import problem
 
-from hetjax.plan.sampler import Step
+from hetjax.plan.sampler import Span
 from hetjax.run import compile_once, memory
 from hetjax.run.clocks import Clocks
 from hetjax.run.compile_once import compile_for
@@ -197,7 +197,7 @@ def test_a_rung_joins_when_it_pays_at_the_present_counts(monkeypatch):
 
 def test_max_rows_may_differ_from_worker_to_worker():
     engine = chunked(capacity_W=np.array([64, 64]), max_rows_W=np.array([64, 16]))
-    packed = engine.pack(Rows(problem("mlp").data, 0), Step(0, 0, 64), np.array([32, 32]), 0)
+    packed = engine.pack(Rows(problem("mlp").data, 0), Span(0, 0, 64), np.array([32, 32]), 0)
     assert max(chunk.rung for chunk in packed[1]) <= 16
     limits = engine.limits()
     assert len(limits.stairs) == 2

@@ -7,10 +7,10 @@ import pytest
 
 from hetjax.loop import own_span
 from hetjax.plan.controllers.protocol import Plan
-from hetjax.plan.sampler import Step
+from hetjax.plan.sampler import Span
 
 PLAN = Plan(np.array([40, 80, 0, 680]))
-STEP = Step(0, 1000, 1800)
+STEP = Span(0, 1000, 1800)
 
 
 @pytest.mark.parametrize(

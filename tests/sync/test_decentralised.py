@@ -13,7 +13,7 @@ from hetjax import NonFiniteError, Trainer
 from hetjax.plan.controllers.protocol import Plan
 from hetjax.plan.matcha import matcha
 from hetjax.plan.mixing import complete, ring
-from hetjax.plan.sampler import Sampler, Step
+from hetjax.plan.sampler import Sampler, Span
 from hetjax.run.clocks import Lap
 from hetjax.run.layout import Layout, Sums
 from hetjax.run.reduce import own_slots
@@ -164,7 +164,7 @@ def step(reduce, layout, grads, counts):
         zero = np.zeros(())
         parts = layout.pack(Sums(grad, (), zero, zero + count, zero + count, {}))
         laps.append(Lap(tuple(jax.device_put(part[None], device) for part in parts), count, 0.0, 0.0))
-    reduce.step(laps, [own_slots(None, count, 0, False) for count in counts], Step(0, 0, sum(counts)))
+    reduce.step(laps, [own_slots(None, count, 0, False) for count in counts], Span(0, 0, sum(counts)))
 
 
 @pytest.mark.usefixtures("float64")

@@ -19,7 +19,7 @@ import numpy as np
 
 from hetjax.plan.limits import Limits
 from hetjax.plan.price_list import PriceList, common_rungs
-from hetjax.plan.sampler import Step
+from hetjax.plan.sampler import Span
 from hetjax.plan.staircase import geometric_rungs
 from hetjax.run.agree import gather
 from hetjax.run.clocks import Clocks, Lap
@@ -191,7 +191,7 @@ class Chunked:
 
     # -- a step --
 
-    def pack(self, rows: Rows, step: Step, counts_W: np.ndarray, seed: int) -> list[list[Chunk]]:
+    def pack(self, rows: Rows, step: Span, counts_W: np.ndarray, seed: int) -> list[list[Chunk]]:
         starts_W = step.start + np.cumsum(counts_W) - counts_W
         return [self.chunks(rows, step.epoch, i, int(starts_W[i]), int(counts_W[i]), seed) for i in self.workers.local]
 

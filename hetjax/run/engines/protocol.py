@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hetjax.plan.limits import Limits
-from hetjax.plan.sampler import Step
+from hetjax.plan.sampler import Span
 from hetjax.run.clocks import Lap
 from hetjax.run.layout import Parts
 from hetjax.run.workers import Workers
@@ -100,7 +100,7 @@ class Engine(Protocol):
         """Rows a worker really computes for a count, padding included."""
         ...
 
-    def pack(self, rows: Rows, step: Step, counts_W: np.ndarray, seed: int) -> Any:
+    def pack(self, rows: Rows, step: Span, counts_W: np.ndarray, seed: int) -> Any:
         """Lay out the rows of a coming step; done while the step before runs."""
         ...
 

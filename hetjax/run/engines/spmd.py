@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from hetjax.plan.limits import Limits
-from hetjax.plan.sampler import Step
+from hetjax.plan.sampler import Span
 from hetjax.run.clocks import Clocks, Lap
 from hetjax.run.compiles import expected
 from hetjax.run.contract import COUNT, POSITION, control
@@ -97,7 +97,7 @@ class Spmd:
     def rows_of(self, worker: int, count: int) -> int:
         return self._work(count)
 
-    def pack(self, rows: Rows, step: Step, counts_W: np.ndarray, seed: int) -> tuple[list[int], Tree, jax.Array]:
+    def pack(self, rows: Rows, step: Span, counts_W: np.ndarray, seed: int) -> tuple[list[int], Tree, jax.Array]:
         starts_W = step.start + np.cumsum(counts_W) - counts_W
         local = self.workers.local
         blocks = [rows.block(int(starts_W[i]), self.buffer) for i in local]

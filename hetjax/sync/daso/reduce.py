@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from hetjax.plan.between_nodes import BetweenNodes
 from hetjax.plan.daso_schedule import Schedule
-from hetjax.plan.sampler import Step
+from hetjax.plan.sampler import Span
 from hetjax.run.agree import Disagreement
 from hetjax.run.clocks import Lap
 from hetjax.run.layout import Layout, Report
@@ -104,7 +104,7 @@ class Nodes:
     # -- a step --
 
     def step(
-        self, laps: Sequence[Lap], slots: Sequence[list[float]], at: Step, weights: Sequence[float] | None = None
+        self, laps: Sequence[Lap], slots: Sequence[list[float]], at: Span, weights: Sequence[float] | None = None
     ) -> None:
         if weights is not None:
             raise ValueError("DASO counts all samples alike: use a controller without weights of its own.")

@@ -9,7 +9,7 @@ import optax
 
 from hetjax import Trainer
 from hetjax.plan.controllers.protocol import Plan
-from hetjax.plan.sampler import Sampler, Step
+from hetjax.plan.sampler import Sampler, Span
 from hetjax.run.clocks import Lap
 from hetjax.run.layout import Layout, Sums
 from hetjax.run.reduce import own_slots
@@ -139,7 +139,7 @@ class Driven:
             laps.append(Lap(parts, count, 0.0, 1.0))
         epoch, start = divmod(self.cursor, self.samples)
         self.cursor += 4
-        self.reduce.step(laps, [own_slots(1.0, lap.rows, 0, stop) for lap in laps], Step(epoch, start, start + 4))
+        self.reduce.step(laps, [own_slots(1.0, lap.rows, 0, stop) for lap in laps], Span(epoch, start, start + 4))
         self.reduce.report()
 
 
