@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from hetjax.data.feed import Feed
-from hetjax.data.source import Source
-from hetjax.loop import own_span
+from hetjax.data.rows import Rows
 from hetjax.plan.allocation import solve
-from hetjax.plan.controllers.protocol import Plan
-from hetjax.plan.sampler import Sampler
+from hetjax.plan.sampler import Span
 from hetjax.run.agree import gather
-from hetjax.run.engines.protocol import Replicas, Rows
+from hetjax.run.engines.protocol import Replicas
 from hetjax.run.session import Session
 from hetjax.run.simulate import Simulation
 
@@ -19,21 +16,23 @@ _ROUNDS = 5  # after one to warm up
 
 
 def calibrate(
-    simulation: Simulation, session: Session, replicas: Replicas, source: Source, batch: int, seed: int
+    simulation: Simulation, session: Session, replicas: Replicas, sample: Rows, batch: int, seed: int
 ) -> None:
-    """Fix the simulated row time by the rows and the median seconds of each worker's phase."""
+    """Fix the simulated row time by the rows and the median seconds of each worker's phase.
+
+    Args:
+        sample: any rows; they are repeated as often as it takes.
+        batch: the samples to share out evenly, or what the workers can take if that is less.
+    """
     engine, workers = session.engine, session.engine.workers
-    sampler = Sampler(len(source), batch, shuffle=False)
-    feed, limits, step = Feed(source, sampler), engine.limits(), sampler.step(0)
-    samples = min(step.batch, int(limits.capacity_W.sum()))  # single batches without a barrier may be small
+    limits = engine.limits()
+    samples = min(batch, int(limits.capacity_W.sum()))  # single batches without a barrier may be small
     counts_W = solve(np.zeros(limits.workers), np.ones(limits.workers), limits, samples).counts_W
-    rows = Rows(*feed.take(step.epoch, *own_span(workers, Plan(counts_W), step)))
-    packed = engine.pack(rows, step, counts_W, seed)
-    feed.close()
+    packed = engine.pack(sample, Span(0, 0, samples), counts_W, seed)
     rounds = [session.clocks.wait(engine.start(replicas, packed)) for _ in range(1 + _ROUNDS)][1:]
     rows_W = np.array([lap.rows for lap in rounds[0]], np.int64)
     seconds_W = np.median([[lap.seconds for lap in laps] for laps in rounds], axis=0)
     if workers.several_processes:
-        said = gather([rows_W.tolist(), seconds_W.tolist()])
-        rows_W, seconds_W = (np.concatenate(parts) for parts in zip(*said, strict=True))
+        gathered = gather([rows_W.tolist(), seconds_W.tolist()])
+        rows_W, seconds_W = (np.concatenate(parts) for parts in zip(*gathered, strict=True))
     simulation.calibrate(rows_W, seconds_W)

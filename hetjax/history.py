@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from hetjax.loop import Flight
+    from hetjax.plan.sampler import PlannedStep
     from hetjax.run.layout import Report
 
 
@@ -30,31 +30,54 @@ class Record:
     reason: str
     nonfinite: tuple[int, ...] = ()  # workers whose sums held NaN or infinity: the update was skipped
     save: bool = False  # whether a checkpoint was asked for after this step
+    stop: bool = False  # whether the end was asked for
+    ideal: float | None = None  # samples a second of all workers at best, where speeds are simulated
     more: dict[str, Any] = field(default_factory=dict)  # what else a sync has to tell, as plain JSON values
 
     @classmethod
-    def of(cls, step: int, flight: Flight, report: Report, step_time: float, seconds: float, samples: int) -> Record:
+    def of(
+        cls,
+        step: PlannedStep,
+        report: Report,
+        step_time: float,
+        seconds: float,
+        samples: int,
+        ideal: float | None = None,
+    ) -> Record:
         """What was planned, and what came of it."""
         return cls(
-            step=step,
-            epoch=flight.step.epoch,
+            step=step.number + 1,
+            epoch=step.span.epoch,
             loss=report.loss,
             metrics=report.metrics,
-            counts_W=flight.plan.counts_W,
+            counts_W=step.plan.counts_W,
             rows_W=report.rows_W,
             times_W=report.times_W,
             step_time=step_time,
             seconds=seconds,
             samples=samples,
-            changed=flight.plan.changed,
-            reason=flight.plan.reason,
+            changed=step.plan.changed,
+            reason=step.plan.reason,
             nonfinite=tuple(int(i) for i in np.flatnonzero(report.nonfinite_W)),
             save=report.save,
+            stop=report.stop,
+            ideal=ideal,
         )
 
     @property
     def samples_per_s(self) -> float:
         return float(self.counts_W.sum()) / self.step_time if self.step_time > 0 else float("nan")
+
+    @property
+    def efficiency(self) -> float:
+        """Samples a second over the ideal: what all workers would do if none of them ever waited.
+
+        With real speeds that is the sum of their own rates, count_i / time_i. NaN where the step was not timed.
+        """
+        with np.errstate(divide="ignore", invalid="ignore"):
+            rates = float(np.nansum(np.where(self.counts_W > 0, self.counts_W / self.times_W, 0.0)))
+        ideal = rates if self.ideal is None else self.ideal
+        return self.samples_per_s / ideal if ideal > 0 else float("nan")
 
     def row(self) -> dict[str, Any]:
         """The record as plain JSON values."""

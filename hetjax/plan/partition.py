@@ -164,6 +164,10 @@ class ShardedSampler(ABC):
     def steps_between(self, cursor: int, end: int) -> int:
         return self.order.steps_between(cursor, end)
 
+    def end_of(self, cursor: int, steps: int) -> int:
+        """The cursor after so many further steps, at most: how many samples they have depends on the shards."""
+        return cursor + steps * self.batch
+
     def indices(self, epoch: int, start: int, stop: int) -> np.ndarray:
         """The samples at positions start .. stop-1 of the epoch that was cut last."""
         return self._arranged[start - self._first : stop - self._first]

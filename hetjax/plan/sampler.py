@@ -83,6 +83,16 @@ class Span:
 
 
 @dataclass(frozen=True)
+class PlannedStep:
+    """A step that has been planned: which positions, how many for each worker, and how much work that is."""
+
+    number: int  # steps made before it since the start of training
+    span: Span
+    plan: Plan
+    work_W: np.ndarray  # Limits.work of the counts when it was planned
+
+
+@dataclass(frozen=True)
 class Sampler:
     """Cuts every epoch's order into global batches; the last one of an epoch is short, not dropped.
 
@@ -132,6 +142,10 @@ class Sampler:
         """The samples of the first so many steps of training."""
         epochs, rest = divmod(steps, self.steps_per_epoch())
         return epochs * self.size + rest * self.batch
+
+    def end_of(self, cursor: int, steps: int) -> int:
+        """The cursor after so many further steps, of which the last one of an epoch is short."""
+        return self.samples_in(self.whole_steps(cursor) + steps)
 
     def indices(self, epoch: int, start: int, stop: int) -> np.ndarray:
         """The samples at positions start .. stop-1 of an epoch's order."""

@@ -20,13 +20,14 @@ ExampleLoss = Callable[..., Any]
 
 @dataclass(frozen=True)
 class FlaxModel:
-    """What a Trainer takes: `Trainer(m.loss_fn, tx, eval_fn=m.eval_fn, ...)`, `init(m.params, m.model_state)`."""
+    """What a Step or Trainer takes: `Trainer(m, tx, ...)`, `trainer.init(m.params, m.model_state)`."""
 
     loss_fn: Callable[..., Any]
     eval_fn: Callable[..., Any]
     params: Tree
     model_state: Tree  # running statistics of BatchNorm; None without
     merge: Callable[[Tree, Tree], Any]  # (params, model_state) -> the model with these values
+    quantum: int = 1  # counts are multiples of it: the group size of BatchNorm
 
 
 def from_nnx(model: nnx.Module, example_loss: ExampleLoss) -> FlaxModel:
@@ -126,8 +127,7 @@ def _contract(
         told = jax.vmap(lambda example, key: eval_one(params, state, example, key)[0])(batch, keys_b)
         return _as_example(told), ()
 
-    loss_fn.quantum = quantum  # type: ignore[attr-defined]
-    return FlaxModel(loss_fn, eval_fn, params, stats, merge)
+    return FlaxModel(loss_fn, eval_fn, params, stats, merge, quantum)
 
 
 def _as_example(told: Any) -> Example:

@@ -25,8 +25,9 @@ Tree = Any
 Parts = tuple[jax.Array, ...]
 _LARGE = 2**14  # elements: below, a copy costs less than handling one more array
 
-SLOTS = ("time_us", "rows", "checksum", "stop", "save", "nonfinite")  # all but the last are written by the host
+SLOTS = ("time_us", "rows", "checksum", "stop", "save", "left", "nonfinite")  # the host writes all but the last
 HOST_SLOTS = len(SLOTS) - 1
+MANY = 2  # batches that a process has left: 0, 1, or more than that
 
 
 @jax.tree_util.register_dataclass
@@ -138,6 +139,7 @@ class Report:
     checksums_W: np.ndarray
     stop: bool  # somebody asked for the end
     save: bool  # somebody asked for a checkpoint of the state after this step
+    left_W: np.ndarray  # further batches that each worker's process has: 0, 1, or MANY for more
     nonfinite_W: np.ndarray
 
     @property
@@ -162,5 +164,6 @@ class Report:
             checksums_W=slot["checksum"].astype(np.int64),
             stop=bool(slot["stop"].any()),
             save=bool(slot["save"].any()),
+            left_W=slot["left"].astype(np.int64),
             nonfinite_W=slot["nonfinite"] > 0,
         )

@@ -20,10 +20,10 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jax.sharding import SingleDeviceSharding
 
-from hetjax.plan.sampler import Span
-from hetjax.run.clocks import Lap
+from hetjax.plan.sampler import PlannedStep
 from hetjax.run.compiles import expected
-from hetjax.run.layout import HOST_SLOTS, SLOTS, Layout, Parts, Report
+from hetjax.run.engines.protocol import Replicas
+from hetjax.run.layout import HOST_SLOTS, MANY, SLOTS, Layout, Parts, Report
 from hetjax.run.sum_parts import sum_parts
 from hetjax.run.update import Finish, State
 from hetjax.run.workers import AXIS, Workers
@@ -31,37 +31,57 @@ from hetjax.run.workers import AXIS, Workers
 Tree = Any
 
 
-def own_slots(seconds: float | None, rows: int, checksum: int, stop: bool, save: bool = False) -> list[float]:
-    """What the host says of one worker: it travels with the worker's sums."""
-    return [-1.0 if seconds is None else round(seconds * 1e6), rows, checksum, stop, save]
+def own_slots(
+    seconds: float | None, rows: int, checksum: int, stop: bool = False, save: bool = False, left: int = MANY
+) -> list[float]:
+    """What the host says of one worker: it travels with the worker's sums (see `SLOTS`)."""
+    return [-1.0 if seconds is None else round(seconds * 1e6), rows, checksum, stop, save, left]
 
 
 class Reduce(Protocol):
-    """Holds what the devices hold and moves it on by one step."""
+    """Moves what the devices hold on by one step: (core, parts, slots) -> (core, tail).
+
+    A reduce holds programs, not parameters: the caller keeps `core` from step to step and gives it up with every call,
+    for its buffers are donated.
+    """
 
     name: str
 
-    def step(
-        self, laps: Sequence[Lap], slots: Sequence[list[float]], at: Span, weights: Sequence[float] | None = None
-    ) -> None:
-        """Sum, and apply. `weights`: how often each local worker's gradients count; None: once, as is unbiased."""
+    def __call__(
+        self, core: Any, parts_w: Sequence[Parts], slots_w: Sequence[list[float]], step: PlannedStep
+    ) -> tuple[Any, Any]:
+        """Sum and update.
+
+        Args:
+            core: what the devices hold; donated.
+            parts_w: the sums of each local worker.
+            slots_w: what the host says of each local worker (`own_slots`).
+            step: the step that they belong to.
+
+        Returns:
+            The new core, and the tail that `read` turns into a report.
+        """
         ...
 
-    def state(self, step: int, cursor: int) -> State:
-        """What the devices hold now, after so many steps and samples."""
+    def read(self, tail: Any) -> Report:
+        """The report of a step; waits for its sum."""
         ...
 
-    def report(self) -> Report: ...
+    def replicas(self, core: Any, tail: Any) -> Replicas:
+        """What the workers read in the next step; `tail` came with `core`, and is None before the first step."""
+        ...
 
-    def per_worker(self) -> list[list[jax.Array]]: ...
-
-    def on_mesh(self) -> Tree: ...
-
-    def ready(self) -> list[jax.Array]: ...
+    def state(self, core: Any, step: int, cursor: int) -> State:
+        """The state that `core` stands for, after so many steps and samples."""
+        ...
 
 
-def make_reduce(transport: str, workers: Workers, layout: Layout, finish: Finish, core: Any) -> Psum | Hub:
-    """transport: 'psum', 'hub', or 'auto' (hub only where the workers are of several kinds)."""
+def make_reduce(transport: str, workers: Workers, layout: Layout, finish: Finish, core: Any) -> tuple[Psum | Hub, Any]:
+    """The reduce of a transport, and `core` on the devices in buffers of its own.
+
+    Args:
+        transport: 'psum', 'hub', or 'auto' (hub only where the workers are of several kinds).
+    """
     if transport == "auto":
         transport = "psum" if len(workers.kinds) == 1 else "hub"
     if transport == "psum":
@@ -70,11 +90,13 @@ def make_reduce(transport: str, workers: Workers, layout: Layout, finish: Finish
                 f"The psum transport needs devices of one kind, but the workers are {', '.join(workers.kinds)}: XLA "
                 "runs no single program over unlike devices. Use transport='hub' (or 'auto')."
             )
-        return Psum(workers, layout, finish, core)
+        placed = _private_copy(workers.replicate(core))
+        return Psum(workers, layout, finish, placed), placed
     if transport == "hub":
         if workers.several_processes:
             raise ValueError("The hub transport works within one process. With several processes use transport='psum'.")
-        return Hub(workers, layout, finish, core)
+        placed = _private_copy(jax.device_put(core, SingleDeviceSharding(workers.devices[0])))
+        return Hub(workers, layout, finish, placed), placed
     raise ValueError(f"Unknown transport {transport!r}: use 'auto', 'psum' or 'hub'.")
 
 
@@ -98,11 +120,9 @@ class Psum:
 
     def __init__(self, workers: Workers, layout: Layout, finish: Finish, core: Any):
         self.workers, self.layout, self.finish = workers, layout, finish
-        self.core = _private_copy(workers.replicate(core))
-        self._tail: jax.Array | None = None
+        self._core = _shapes(core)
         self._run = self._compile(HOST_SLOTS)
         self._run_weighted: Any = None  # only a few published laws need it: compiled when one does
-        self._views = workers.copies(jax.tree.leaves(self.core[:2]))
 
     def _on_worker(self, core: Any, parts_1: Parts, slots_WxH: jax.Array) -> tuple[Any, jax.Array]:
         parts, count = tuple(part[0] for part in parts_1), len(self.workers)
@@ -124,39 +144,33 @@ class Psum:
         parts = tuple(wide(size, self.layout.dtype, self.workers.sharded) for size in self.layout.sizes)
         said = wide(slots, np.float32, self.workers.replicated)
         with expected():
-            return jax.jit(program, donate_argnums=0).lower(self.core, parts, said).compile()
+            return jax.jit(program, donate_argnums=0).lower(self._core, parts, said).compile()
 
-    def step(
-        self, laps: Sequence[Lap], slots: Sequence[list[float]], at: Span, weights: Sequence[float] | None = None
-    ) -> None:
-        parts = tuple(self.workers.stack(part) for part in zip(*(lap.parts for lap in laps), strict=True))
-        run, own = self._run, np.asarray(slots, np.float32)
-        if weights is not None:
+    def __call__(
+        self, core: Any, parts_w: Sequence[Parts], slots_w: Sequence[list[float]], step: PlannedStep
+    ) -> tuple[Any, jax.Array]:
+        parts = tuple(self.workers.stack(part) for part in zip(*parts_w, strict=True))
+        run, own = self._run, np.asarray(slots_w, np.float32)
+        if step.plan.weights_W is not None:
             if self._run_weighted is None:
                 self._run_weighted = self._compile(HOST_SLOTS + 1)
-            run, own = self._run_weighted, np.column_stack([own, np.asarray(weights, np.float32)])
+            weight_w = step.plan.weights_W[list(self.workers.local)]
+            run, own = self._run_weighted, np.column_stack([own, weight_w.astype(np.float32)])
         # Every process fills in the rows of its own workers, which are the only ones they read: as a host array, for a
         # sharded one costs three calls while all others wait.
-        said = np.zeros((len(self.workers), own.shape[1]), np.float32)
-        said[list(self.workers.local)] = own
-        self.core, self._tail = run(self.core, parts, said)
-        self._views = self.workers.copies(jax.tree.leaves(self.core[:2]))  # while the devices are at it
+        slots_WxH = np.zeros((len(self.workers), own.shape[1]), np.float32)
+        slots_WxH[list(self.workers.local)] = own
+        return run(core, parts, slots_WxH)
 
-    def state(self, step: int, cursor: int) -> State:
-        return State.of(self.core, step, cursor)
+    def read(self, tail: jax.Array) -> Report:
+        return Report.read(self.layout, np.asarray(tail.addressable_data(0)), len(self.workers))
 
-    def report(self) -> Report:
-        assert self._tail is not None
-        return Report.read(self.layout, np.asarray(self._tail.addressable_data(0)), len(self.workers))
+    def replicas(self, core: Any, tail: jax.Array | None) -> Replicas:
+        leaves_w = self.workers.copies(jax.tree.leaves(core[:2]))
+        return Replicas(leaves_w, self.workers.pieces(_marker(core, tail)), lambda: core[:2])
 
-    def per_worker(self) -> list[list[jax.Array]]:
-        return self._views
-
-    def on_mesh(self) -> Tree:
-        return self.core[:2]
-
-    def ready(self) -> list[jax.Array]:
-        return self.workers.pieces(jax.tree.leaves(self.core)[0] if self._tail is None else self._tail)
+    def state(self, core: Any, step: int, cursor: int) -> State:
+        return State.of(core, step, cursor)
 
 
 class Hub:
@@ -165,10 +179,7 @@ class Hub:
     def __init__(self, workers: Workers, layout: Layout, finish: Finish, core: Any):
         self.workers, self.layout, self.finish = workers, layout, finish
         self.lead = workers.devices[0]
-        self.core = _private_copy(jax.device_put(core, SingleDeviceSharding(self.lead)))
-        self._tail: jax.Array | None = None
-        self._run = self._compile()
-        self._spread()
+        self._run = self._compile(_shapes(core))
 
     def _on_lead(self, core: Any, parts_W: list[Parts], slots_WxH: jax.Array, weight_W: jax.Array) -> Any:
         sent = []
@@ -178,38 +189,39 @@ class Hub:
         total = functools.reduce(partial(jax.tree.map, jnp.add), sent)  # in worker order
         return apply_where_finite(self.layout, self.finish, core, total, len(parts_W))
 
-    def _compile(self) -> Any:
+    def _compile(self, core: Any) -> Any:
         here, count = SingleDeviceSharding(self.lead), len(self.workers)
         shape = lambda *size: jax.ShapeDtypeStruct(size, np.float32, sharding=here)
         parts = tuple(jax.ShapeDtypeStruct((1, n), self.layout.dtype, sharding=here) for n in self.layout.sizes)
-        arguments = self.core, [parts] * count, shape(count, HOST_SLOTS), shape(count)
+        arguments = core, [parts] * count, shape(count, HOST_SLOTS), shape(count)
         with expected():
             return jax.jit(self._on_lead, donate_argnums=0).lower(*arguments).compile()
 
-    def step(
-        self, laps: Sequence[Lap], slots: Sequence[list[float]], at: Span, weights: Sequence[float] | None = None
-    ) -> None:
-        parts_W = [jax.device_put(lap.parts, self.lead) for lap in laps]
-        weight_W = np.ones(len(laps), np.float32) if weights is None else np.asarray(weights, np.float32)
-        self.core, self._tail = self._run(self.core, parts_W, np.asarray(slots, np.float32), weight_W)
-        self._spread()
+    def __call__(
+        self, core: Any, parts_w: Sequence[Parts], slots_w: Sequence[list[float]], step: PlannedStep
+    ) -> tuple[Any, jax.Array]:
+        here_w = [jax.device_put(parts, self.lead) for parts in parts_w]
+        weight_W = np.ones(len(parts_w)) if step.plan.weights_W is None else step.plan.weights_W
+        return self._run(core, here_w, np.asarray(slots_w, np.float32), weight_W.astype(np.float32))
 
-    def _spread(self) -> None:
-        leaves = jax.tree.leaves(self.core[:2])
-        self._views = [jax.device_put(leaves, device) for device in self.workers.devices]
+    def read(self, tail: jax.Array) -> Report:
+        return Report.read(self.layout, np.asarray(tail), len(self.workers))
 
-    def state(self, step: int, cursor: int) -> State:
-        return State.of(self.core, step, cursor)
+    def replicas(self, core: Any, tail: jax.Array | None) -> Replicas:
+        leaves = jax.tree.leaves(core[:2])
+        leaves_w = [jax.device_put(leaves, device) for device in self.workers.devices]
+        on_mesh = lambda: jax.device_put(core[:2], self.workers.replicated)
+        return Replicas(leaves_w, [own[-1] for own in leaves_w], on_mesh)
 
-    def report(self) -> Report:
-        assert self._tail is not None
-        return Report.read(self.layout, np.asarray(self._tail), len(self.workers))
+    def state(self, core: Any, step: int, cursor: int) -> State:
+        return State.of(core, step, cursor)
 
-    def per_worker(self) -> list[list[jax.Array]]:
-        return self._views
 
-    def on_mesh(self) -> Tree:
-        return jax.device_put(self.core[:2], self.workers.replicated)
+def _shapes(core: Any) -> Any:
+    """Shapes, types and places: what a program is compiled for."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), core)
 
-    def ready(self) -> list[jax.Array]:
-        return [view[-1] for view in self._views]
+
+def _marker(core: Any, tail: jax.Array | None) -> jax.Array:
+    """A small array that is ready when the core is."""
+    return jax.tree.leaves(core)[0] if tail is None else tail

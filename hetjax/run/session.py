@@ -12,7 +12,7 @@ import numpy as np
 
 from hetjax.run.clocks import Clocks, Hold
 from hetjax.run.contract import Objective
-from hetjax.run.engines import Engine, Program, choose, make_engine
+from hetjax.run.engines import Engine, EngineSpec, Program
 from hetjax.run.layout import Layout
 from hetjax.run.local import eval_sums, layout_of, train_sums
 from hetjax.run.update import State
@@ -35,12 +35,12 @@ class Session:
         self.clocks.close()
 
 
-def shapes(state: State, sample: Tree) -> tuple[Tree, Tree, Tree]:
-    """Of one set of parameters, its model state, and one row of the batch `sample`."""
+def shapes(state: State, rows: Tree) -> tuple[Tree, Tree, Tree]:
+    """Of one set of parameters, its model state, and one of these rows."""
     inner = lambda x: jax.ShapeDtypeStruct(np.shape(x)[1:], jax.dtypes.canonicalize_dtype(x.dtype))
     whole = lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype))
     of_one = inner if state.replicas else whole
-    return jax.tree.map(of_one, state.params), jax.tree.map(of_one, state.model_state), jax.tree.map(inner, sample)
+    return jax.tree.map(of_one, state.params), jax.tree.map(of_one, state.model_state), jax.tree.map(inner, rows)
 
 
 def open_session(
@@ -50,31 +50,23 @@ def open_session(
     *,
     train: bool,
     own_parameters: bool = False,
-    engine: str,
-    batch: int,
+    engine: EngineSpec,
     quantum: int,
     hold: Hold,
     wait_limit: float,
-    capacity: Any,
-    **ladder: Any,
+    **options: Any,
 ) -> Session:
-    """Compile for parameters, model state and rows of these shapes."""
+    """Compile for parameters, model state and rows of these shapes. Further options are those of `EngineSpec.build`."""
     params, model_state, row = shape
     objective = Objective(loss_fn, model_state is not None)
     layout, exact_sync = layout_of(objective, params, model_state, row, max(quantum, 2), train=train)
-    name, why = choose(engine, workers, exact_sync)
+    spec, why = engine.resolve(workers, exact_sync)
     if train:
-        log.info("Engine %s: %s.", name, why)
+        log.info("Engine %s: %s.", spec.name, why)
     clocks = Clocks(workers, hold, wait_limit)
     sums = (train_sums if train else eval_sums)(objective, layout)
     program = Program(sums, layout.sizes, layout.dtype, params, model_state, row)
     if own_parameters:
         program = program.with_own_parameters()
-    if name != "chunked" and ladder.get("rungs") is not None:
-        raise ValueError(
-            f"rungs are the chunk sizes of the chunked engine, and this run uses {name} ({why}). Leave them out, or "
-            "use engine='chunked'."
-        )
-    options = ladder if name == "chunked" else {"max_rows": ladder.get("max_rows")}
-    made = make_engine(name, program, workers, clocks, batch=batch, quantum=quantum, capacity=capacity, **options)
-    return Session(str(shape), made, clocks, layout, exact_sync)
+    built = spec.build(program, workers, clocks, quantum=quantum, **options)
+    return Session(str(shape), built, clocks, layout, exact_sync)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from hetjax.sync.allreduce import AllReduce
@@ -11,9 +10,7 @@ from hetjax.sync.decentralised import Decentralised
 from hetjax.sync.hogbatch import AdaptiveHogbatch, AdaptiveSgd, Asynchronous, Hogbatch
 from hetjax.sync.protocol import Rule, Setting, Sync
 
-AnySync = Sync | Asynchronous  # with steps of all workers together, or without
-
-REGISTRY: dict[str, Callable[..., AnySync]] = {
+REGISTRY: dict[str, type[Sync]] = {
     "allreduce": AllReduce,
     "decentralised": Decentralised,
     "daso": Daso,
@@ -23,7 +20,7 @@ REGISTRY: dict[str, Callable[..., AnySync]] = {
 }
 
 
-def make(name: str, **options: Any) -> AnySync:
+def make(name: str, **options: Any) -> Sync:
     if name not in REGISTRY:
         raise ValueError(f"There is no sync {name!r}: use one of {', '.join(REGISTRY)}.")
     return REGISTRY[name](**options)
@@ -34,7 +31,6 @@ __all__ = [
     "AdaptiveHogbatch",
     "AdaptiveSgd",
     "AllReduce",
-    "AnySync",
     "Asynchronous",
     "Daso",
     "Decentralised",

@@ -6,23 +6,15 @@ from typing import Any
 
 from hetjax.run.reduce import Reduce, make_reduce
 from hetjax.run.update import State
-from hetjax.sync.protocol import Setting
+from hetjax.sync.protocol import Setting, Sync
 from hetjax.sync.replicas import average
 
 
-class AllReduce:
-    name = "allreduce"
-    own_parameters = False
+class AllReduce(Sync):
+    """The sync `allreduce`."""
 
-    def open(self, setting: Setting, state: State) -> Reduce:
+    name = "allreduce"
+
+    def open(self, setting: Setting, state: State) -> tuple[Reduce, Any]:
         core = average(state).core  # of a run that kept several sets until now
         return make_reduce(setting.transport, setting.workers, setting.layout, setting.rule.finish(), core)
-
-    def answer(self, state: State) -> State:
-        return state
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        pass

@@ -28,16 +28,16 @@ from jax.sharding import PartitionSpec as P
 
 from hetjax.plan.matcha import matcha
 from hetjax.plan.mixing import Mixing, topology
-from hetjax.plan.sampler import Span
+from hetjax.plan.sampler import PlannedStep
 from hetjax.run.agree import gather
-from hetjax.run.clocks import Lap
 from hetjax.run.compiles import expected
+from hetjax.run.engines.protocol import Replicas
 from hetjax.run.layout import HOST_SLOTS, SLOTS, Parts, Report, Sums
 from hetjax.run.reduce import Reduce
 from hetjax.run.sum_parts import sum_parts
 from hetjax.run.update import State
 from hetjax.run.workers import AXIS
-from hetjax.sync.protocol import Setting
+from hetjax.sync.protocol import Setting, Sync
 from hetjax.sync.replicas import average, spread
 
 log = logging.getLogger("hetjax")
@@ -45,7 +45,7 @@ Tree = Any
 _LARGE = 2**14  # elements: smaller arrays travel together
 
 
-class Decentralised:
+class Decentralised(Sync):
     """topology: 'ring', 'complete', a .json or .npy file with W, or W itself; mix_every: F; matcha_budget: None for W
     as it is, or the share of its links to use on average; faithful: gradients as published."""
 
@@ -78,7 +78,7 @@ class Decentralised:
         weight_RxW, chance_R = gather([made.weight_RxW.tolist(), made.chance_R.tolist()])[0]
         return replace(made, weight_RxW=np.array(weight_RxW).reshape(-1, workers), chance_R=np.array(chance_R))
 
-    def open(self, setting: Setting, state: State) -> Reduce:
+    def open(self, setting: Setting, state: State) -> tuple[Reduce, Any]:
         kinds = setting.workers.kinds
         if len(kinds) > 1 or setting.transport == "hub":
             raise ValueError(
@@ -92,16 +92,11 @@ class Decentralised:
             mixing.name, mixing.workers, self.mix_every,
             "one sum" if mixing.everybody else f"{len(mixing.rounds)} exchanges between neighbours",
         )  # fmt: skip
-        return Neighbours(setting, state, mixing, self.mix_every, self.faithful)
+        core = spread(state, setting.workers)
+        return Neighbours(setting, core, mixing, self.mix_every, self.faithful), core
 
     def answer(self, state: State) -> State:
         return average(state)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        pass
 
 
 class Neighbours:
@@ -109,18 +104,14 @@ class Neighbours:
 
     name = "neighbours"
 
-    def __init__(self, setting: Setting, state: State, mixing: Mixing, every: int, faithful: bool):
+    def __init__(self, setting: Setting, core: Tree, mixing: Mixing, every: int, faithful: bool):
         self.workers, self.layout, self.seed = setting.workers, setting.layout, setting.seed
         self.finish, self.mixing, self.every, self.faithful = setting.rule.finish(), mixing, every, faithful
-        self.core = spread(state, self.workers)
-        self.done = int(state.step)  # the recursion's k
-        self._tail: jax.Array | None = None
         always = every == 1 and mixing.chance_R is None
-        self.mix = self._compile(mixes=True)
-        self.stay = self.mix if always else self._compile(mixes=False)
-        self._views = self.workers.copies(jax.tree.leaves(self.core[:2]))
+        self.mix = self._compile(core, mixes=True)
+        self.stay = self.mix if always else self._compile(core, mixes=False)
 
-    def _compile(self, mixes: bool) -> Any:
+    def _compile(self, core: Tree, mixes: bool) -> Any:
         program = jax.shard_map(
             partial(self._on_worker, mixes),
             mesh=self.workers.mesh,
@@ -132,7 +123,7 @@ class Neighbours:
         parts = tuple(wide(size, self.layout.dtype) for size in self.layout.sizes)
         said = wide(HOST_SLOTS + 1 + len(self.mixing.rounds), np.float32)
         with expected():
-            return jax.jit(program, donate_argnums=0).lower(self.core, parts, said).compile()
+            return jax.jit(program, donate_argnums=0).lower(core, parts, said).compile()
 
     # -- on a worker --
 
@@ -186,34 +177,27 @@ class Neighbours:
 
     # -- on the host --
 
-    def step(
-        self, laps: Sequence[Lap], slots: Sequence[list[float]], at: Span, weights: Sequence[float] | None = None
-    ) -> None:
-        parts = tuple(self.workers.stack(part) for part in zip(*(lap.parts for lap in laps), strict=True))
-        due = self.done % self.every == 0
-        active_R = self.mixing.active(self.seed, self.done) & due
-        each = [1.0] * len(laps) if weights is None else weights
-        said = [np.array([*own, weight, *active_R], np.float32) for own, weight in zip(slots, each, strict=True)]
+    def __call__(
+        self, core: Tree, parts_w: Sequence[Parts], slots_w: Sequence[list[float]], step: PlannedStep
+    ) -> tuple[Tree, jax.Array]:
+        parts = tuple(self.workers.stack(part) for part in zip(*parts_w, strict=True))
+        due = step.number % self.every == 0  # the recursion's k
+        active_R = self.mixing.active(self.seed, step.number) & due
+        weights_W = step.plan.weights_W
+        weight_w = [1.0 if weights_W is None else float(weights_W[i]) for i in self.workers.local]
+        said = [np.array([*own, weight, *active_R], np.float32) for own, weight in zip(slots_w, weight_w, strict=True)]
         run = self.mix if due and (self.mixing.everybody or active_R.any()) else self.stay
-        self.core, self._tail = run(self.core, parts, self.workers.from_host(said))
-        self._views = self.workers.copies(jax.tree.leaves(self.core[:2]))  # while the devices are at it
-        self.done += 1
+        return run(core, parts, self.workers.from_host(said))
 
-    def state(self, step: int, cursor: int) -> State:
-        return replace(State.of(self.core, step, cursor), replicas=len(self.workers))
+    def read(self, tail: jax.Array) -> Report:
+        return Report.read(self.layout, np.asarray(tail.addressable_data(0)), len(self.workers))
 
-    def report(self) -> Report:
-        assert self._tail is not None
-        return Report.read(self.layout, np.asarray(self._tail.addressable_data(0)), len(self.workers))
+    def replicas(self, core: Tree, tail: jax.Array | None) -> Replicas:
+        ready = jax.tree.leaves(core)[0] if tail is None else tail
+        return Replicas(self.workers.copies(jax.tree.leaves(core[:2])), self.workers.pieces(ready), lambda: core[:2])
 
-    def per_worker(self) -> list[list[jax.Array]]:
-        return self._views
-
-    def on_mesh(self) -> Tree:
-        return self.core[:2]
-
-    def ready(self) -> list[jax.Array]:
-        return self.workers.pieces(jax.tree.leaves(self.core)[0] if self._tail is None else self._tail)
+    def state(self, core: Tree, step: int, cursor: int) -> State:
+        return replace(State.of(core, step, cursor), replicas=len(self.workers))
 
 
 def _bundled(tree: Tree) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Tree]]:

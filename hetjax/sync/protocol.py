@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import optax
@@ -17,6 +17,10 @@ from hetjax.run.layout import Layout
 from hetjax.run.reduce import Reduce
 from hetjax.run.update import Finish, State, optimiser_step
 from hetjax.run.workers import Workers
+
+if TYPE_CHECKING:
+    from hetjax.history import History
+    from hetjax.sync.job import Job
 
 Tree = Any
 
@@ -35,46 +39,67 @@ class Rule:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a sync has to work with in one call of `fit`."""
+    """What a sync has to work with in one run."""
 
     workers: Workers
     layout: Layout
     rule: Rule
     transport: str  # 'auto', 'psum' or 'hub'
-    samples: int  # in an epoch
     batch: int
     seed: int = 0
-    end: int = 0  # the cursor where this training will end, for what depends on how long it is
     capacity: int = 0  # most samples that these workers can take in one step
+    samples: int | None = None  # in an epoch, where that is known
+    end: int | None = None  # the cursor where this training will end, where that is known
 
 
-class Sync(Protocol):
-    name: str
-    own_parameters: bool  # of every worker, along a leading axis of workers; otherwise one set for all
+class Sync:
+    """When and how the workers agree. Subclasses fill in `open`, and override what differs from one set for all."""
 
-    def open(self, setting: Setting, state: State) -> Reduce:
-        """What moves `state` on, step by step. The state is one set of parameters, or what this sync held before."""
-        ...
+    name: ClassVar[str]
+    own_parameters: ClassVar[bool] = False  # of every worker, along a leading axis of workers; else one set for all
+    stepped: ClassVar[bool] = True  # whether there are steps of all workers together
 
-    def answer(self, state: State) -> State:
-        """One set of parameters out of what this sync holds: what is evaluated and used."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """What the host has to remember, as plain JSON values; it is saved with the controller's."""
-        ...
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None: ...
-
-
-@runtime_checkable
-class PlansByNode(Protocol):
-    """A sync under which every process plans for its own workers only, because steps send nothing between processes."""
+    @property
+    def by_node(self) -> bool:
+        """Whether this process plans for its own workers only, as one node of several."""
+        return False
 
     def workers(self, devices: Sequence[jax.Device] | None) -> Workers:
         """Those of these devices (None: all) that this process plans for."""
-        ...
+        return Workers.of(devices)
 
     def sampler(self, order: Any, quantum: int) -> Any:
         """The sampler of this process's part of every step, out of that of all; parts are multiples of the quantum."""
-        ...
+        return order
+
+    def engine_options(
+        self, workers: Workers, quantum: int, simulation: Any, options: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The options to build a training engine with, from those of the user."""
+        return options
+
+    def open(self, setting: Setting, state: State) -> tuple[Reduce, Any]:
+        """What moves `state` on, and the state on the devices in buffers of its own.
+
+        The state is one set of parameters, or what this sync held before.
+        """
+        raise NotImplementedError
+
+    def answer(self, state: State) -> State:
+        """One set of parameters out of what this sync holds: what is evaluated and used."""
+        return state
+
+    def end_of(self, sampler: Any, cursor: int, steps: int) -> int | None:
+        """The cursor after so many further steps, if this sync counts samples instead of steps; else None."""
+        return None
+
+    def fit(self, job: Job, state: State) -> tuple[State, History]:
+        """Train: step by step, unless a sync has a way of its own."""
+        return job.by_steps(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the host has to remember, as plain JSON values; it is saved with the controller's."""
+        return {}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Continue from a `state_dict`."""

@@ -9,6 +9,7 @@ from hetjax.plan.controllers.dbs import Dbs
 from hetjax.plan.controllers.dp import Dp
 from hetjax.plan.controllers.edp import Edp
 from hetjax.plan.controllers.equal import Equal
+from hetjax.plan.controllers.fixed import Fixed
 from hetjax.plan.controllers.lbb import Lbb
 from hetjax.plan.controllers.lbbsp import Lbbsp
 from hetjax.plan.controllers.oracle import Oracle
@@ -17,15 +18,20 @@ from hetjax.plan.controllers.protocol import Controller, Observation, Plan
 from hetjax.plan.controllers.static import Static
 
 REGISTRY: dict[str, type] = {
-    law.name: law for law in (Balanced, Dbs, Dp, Edp, Equal, Lbb, Lbbsp, Oracle, Proportional, Static)
+    law.name: law for law in (Balanced, Dbs, Dp, Edp, Equal, Fixed, Lbb, Lbbsp, Oracle, Proportional, Static)
 }
 
 
 def make(name: str, **options: Any) -> Controller:
-    """The controller of this name, with its own options."""
-    if name not in REGISTRY:
+    """The controller of this name, with its own options; those of `fixed` may stand behind a colon: 'fixed:4,2,1,1'."""
+    kind, colon, shares = name.partition(":")
+    if kind not in REGISTRY or (colon and kind != Fixed.name):
         raise ValueError(f"There is no controller {name!r}; choose one of {', '.join(sorted(REGISTRY))}.")
-    return REGISTRY[name](**options)
+    if kind == Fixed.name and "shares" not in options:
+        if not colon:
+            raise ValueError("The controller 'fixed' needs shares: 'fixed:4,2,1,1', or by kind 'fixed:gpu=4,cpu=1'.")
+        options["shares"] = shares
+    return REGISTRY[kind](**options)
 
 
 __all__ = [
@@ -36,6 +42,7 @@ __all__ = [
     "Dp",
     "Edp",
     "Equal",
+    "Fixed",
     "Lbb",
     "Lbbsp",
     "Observation",

@@ -13,24 +13,14 @@ from hetjax.plan.rounding import largest_remainder
 class Static(Frame):
     """p_i = (n_i / t_i) / sum_k (n_k / t_k) from the first step observed; a worker without a timing gets the mean rate.
 
-    `shares` given: they are used from the first step on, and nothing is probed.
+    Shares that are known beforehand: the controller `fixed`.
     """
 
     name = "static"
     learned = ("share_W",)
 
-    def __init__(self, shares: list[float] | None = None) -> None:
-        self.given = None if shares is None else np.asarray(shares, np.float64)
-        if self.given is not None and not (np.all(self.given >= 0) and 0 < self.given.sum() < np.inf):
-            raise ValueError(f"The shares are {shares}; expected one number per worker, zero or more, not all zero.")
-        super().__init__()
-
     def begin(self, workers: int) -> None:
         self.share_W: np.ndarray | None = None
-        if self.given is not None and workers:
-            if len(self.given) != workers:
-                raise ValueError(f"Got {len(self.given)} shares for {workers} workers; give one share per worker.")
-            self.share_W = self.given / self.given.sum()
 
     def observe(self, seen: Observation) -> None:
         valid_W = seen.valid_W

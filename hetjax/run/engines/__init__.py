@@ -1,8 +1,22 @@
 """Three engines for the local phase behind one interface."""
 
-from hetjax.run.engines.choose import ENGINES, choose, make_engine
-from hetjax.run.engines.chunked import Chunked
-from hetjax.run.engines.protocol import Engine, Program, Replicas, Rows
-from hetjax.run.engines.spmd import Looped, Masked
+from hetjax.run.engines.chunked import ChunkedEngine
+from hetjax.run.engines.protocol import Engine, Program, Replicas
+from hetjax.run.engines.specs import ENGINES, Auto, Chunked, EngineSpec, Looped, Masked, as_spec
+from hetjax.run.engines.spmd import LoopedEngine, MaskedEngine
 
-__all__ = ["ENGINES", "Chunked", "Engine", "Looped", "Masked", "Program", "Replicas", "Rows", "choose", "make_engine"]
+__all__ = [
+    "ENGINES",
+    "Auto",
+    "Chunked",
+    "ChunkedEngine",
+    "Engine",
+    "EngineSpec",
+    "Looped",
+    "LoopedEngine",
+    "Masked",
+    "MaskedEngine",
+    "Program",
+    "Replicas",
+    "as_spec",
+]

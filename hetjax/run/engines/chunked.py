@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from hetjax.data.rows import Rows
 from hetjax.plan.limits import Limits
 from hetjax.plan.price_list import PriceList, common_rungs
 from hetjax.plan.sampler import Span
@@ -26,7 +27,7 @@ from hetjax.run.clocks import Clocks, Lap
 from hetjax.run.compile_once import compile_for
 from hetjax.run.compiles import expected
 from hetjax.run.contract import control
-from hetjax.run.engines.protocol import Program, Replicas, Rows
+from hetjax.run.engines.protocol import Program, Replicas
 from hetjax.run.ladder import Ladder
 from hetjax.run.layout import Parts
 from hetjax.run.workers import Workers, device_kind
@@ -44,7 +45,7 @@ class Chunk:
     ctl: np.ndarray
 
 
-class Chunked:
+class ChunkedEngine:
     name = "chunked"
     compiling = False  # a compile takes the CPU from CPU workers: their times then say nothing
 
@@ -208,7 +209,7 @@ class Chunked:
         return chunks
 
     def start(self, replicas: Replicas, packed: list[list[Chunk]]) -> list[Future[Lap]]:
-        work = zip(packed, replicas.per_worker(), replicas.ready(), strict=True)
+        work = zip(packed, replicas.leaves_w, replicas.ready_w, strict=True)
         return self.clocks.start([partial(self.phase, k, *parts) for k, parts in enumerate(work)])
 
     def phase(self, k: int, chunks: list[Chunk], leaves: list[jax.Array], ready: jax.Array) -> Lap:

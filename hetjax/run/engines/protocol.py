@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hetjax.data.rows import Rows
 from hetjax.plan.limits import Limits
 from hetjax.plan.sampler import Span
 from hetjax.run.clocks import Lap
@@ -21,38 +22,12 @@ Tree = Any
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Host rows of one step: `tree` holds the samples at positions origin, origin + 1, ... of the epoch's order."""
+class Replicas:
+    """Parameters and model state as this process's workers read them in one step."""
 
-    tree: Tree
-    origin: int
-
-    @property
-    def stop(self) -> int:
-        return self.origin + len(jax.tree.leaves(self.tree)[0])
-
-    def block(self, start: int, size: int) -> Tree:
-        """`size` rows from position `start`. Beyond the end the last row is repeated: real rows, never zeros.
-
-        A block may reach into the neighbour's samples; they are masked there, and a view costs no copy.
-        """
-        at, have = start - self.origin, self.stop - self.origin
-        if at >= 0 and at + size <= have:
-            return jax.tree.map(lambda x: x[at : at + size], self.tree)
-        index = np.clip(np.arange(at, at + size), 0, have - 1)
-        return jax.tree.map(lambda x: x[index], self.tree)
-
-
-class Replicas(Protocol):
-    """The parameters as the workers see them (see reduce.py)."""
-
-    def per_worker(self) -> list[list[jax.Array]]:
-        """The leaves of (params, model_state) on each local worker's device: trees are slow to take apart."""
-        ...
-
-    def on_mesh(self) -> Tree: ...
-
-    def ready(self) -> list[jax.Array]: ...
+    leaves_w: list[list[jax.Array]]  # on each worker's own device; leaves, because trees are slow to take apart
+    ready_w: list[jax.Array]  # an array of each worker that is ready when its leaves are
+    on_mesh: Callable[[], Tree]  # the same as global arrays, for engines that are one program over all workers
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from hetjax.data.rows import Rows
 from hetjax.plan.limits import Limits
 from hetjax.plan.sampler import Span
 from hetjax.run.clocks import Clocks, Lap
 from hetjax.run.compiles import expected
 from hetjax.run.contract import COUNT, POSITION, control
-from hetjax.run.engines.protocol import Program, Replicas, Rows
+from hetjax.run.engines.protocol import Program, Replicas
 from hetjax.run.layout import Parts
 from hetjax.run.sync_axis import SyncAxis
 from hetjax.run.workers import AXIS, Workers
@@ -107,7 +108,7 @@ class Spmd:
 
     def start(self, replicas: Replicas, packed: tuple[list[int], Tree, jax.Array]) -> list[Future[Lap]]:
         rows_of, rows, ctl = packed
-        jax.block_until_ready(replicas.ready())  # a call on busy CPU devices would block until it is over, unseen
+        jax.block_until_ready(replicas.ready_w)  # a call on busy CPU devices would block until it is over, unseen
         began = time.perf_counter()
         parts = self._run(*replicas.on_mesh(), rows, ctl)
         own = enumerate(zip(rows_of, self.workers.copies(parts), strict=True))
@@ -120,7 +121,7 @@ class Spmd:
         """Nothing to end."""
 
 
-class Masked(Spmd):
+class MaskedEngine(Spmd):
     name = "masked"
 
     def __init__(self, program: Program, workers: Workers, clocks: Clocks, *, capacity: int, quantum: int = 1):
@@ -136,7 +137,7 @@ class Masked(Spmd):
         return self.buffer  # padding is computed too
 
 
-class Looped(Spmd):
+class LoopedEngine(Spmd):
     name = "looped"
 
     def __init__(

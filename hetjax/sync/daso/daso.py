@@ -19,6 +19,7 @@ from hetjax.plan.daso_schedule import Schedule
 from hetjax.plan.node_sampler import NodeSampler
 from hetjax.plan.sampler import Sampler
 from hetjax.run.agree import gather
+from hetjax.run.reduce import Reduce
 from hetjax.run.update import State
 from hetjax.run.workers import Workers
 from hetjax.sync.daso.across import AcrossProcesses
@@ -28,7 +29,7 @@ from hetjax.sync.daso.node import Node
 from hetjax.sync.daso.notes import Notes, from_words
 from hetjax.sync.daso.places import Places, across_processes, in_one_process, own_devices
 from hetjax.sync.daso.reduce import Manner, Nodes
-from hetjax.sync.protocol import Setting
+from hetjax.sync.protocol import Setting, Sync
 from hetjax.sync.replicas import average
 
 log = logging.getLogger("hetjax")
@@ -36,7 +37,7 @@ Tree = Any
 WIRES, WAITS = ("bfloat16", "full"), ("auto", "paper")
 
 
-class Daso:
+class Daso(Sync):
     """The sync `daso`.
 
     nodes      in one process: how many nodes its workers form, or the number of workers of each
@@ -100,7 +101,12 @@ class Daso:
 
     # -- the protocol of a sync --
 
-    def open(self, setting: Setting, state: State) -> Nodes:
+    def open(self, setting: Setting, state: State) -> tuple[Reduce, list[Tree]]:
+        if setting.samples is None or setting.end is None:
+            raise ValueError(
+                "DASO's schedule goes by epochs, and this run has none: give Step epoch_size (samples in an epoch) and "
+                "epochs (how many there will be), or use Trainer with a source of known length."
+            )
         several = jax.process_count() > 1
         if several and self.nodes is not None:
             raise ValueError(
@@ -115,23 +121,21 @@ class Daso:
             self.sharing.limit(gather(setting.capacity), setting.batch)
         self._set_schedule(setting, state)
         finish = setting.rule.finish()
-        nodes = [
-            Node(workers, setting.layout, finish, self._core(state, j))
-            for j, workers in zip(places.mine, places.workers, strict=True)
-        ]
+        core_n = [Node.place(self._core(state, j), own) for j, own in zip(places.mine, places.workers, strict=True)]
+        nodes = [Node(own, setting.layout, finish, core) for own, core in zip(places.workers, core_n, strict=True)]
         self.reduce = Nodes(
             setting.workers,
             setting.layout,
             setting.samples,
             nodes,
             places.leads,
-            self._exchange(places, nodes[0]),
+            self._exchange(places, nodes[0], core_n[0]),
             self.schedule,
             self.manner,
             self.sharing,
         )
         self._take_up(self.reduce, state, places)
-        return self.reduce
+        return self.reduce, core_n
 
     def answer(self, state: State) -> State:
         """The nodes' mean, weighted as in their exchanges. Over several processes all have to call this, unless the
@@ -149,6 +153,10 @@ class Daso:
         self.sharing, self._shared_before = None, saved["between"]
 
     # -- every process plans for itself --
+
+    @property
+    def by_node(self) -> bool:
+        return jax.process_count() > 1
 
     def workers(self, devices: Sequence[jax.Device] | None) -> Workers:
         return Workers.of(devices if jax.process_count() == 1 else own_devices(devices))
@@ -189,6 +197,8 @@ class Daso:
     def _set_schedule(self, setting: Setting, state: State) -> None:
         """Epochs are counted from the start of training. The schedule goes on if it stands where the state does; what
         was under way between other nodes is in their mean already."""
+        assert setting.end is not None
+        assert setting.samples is not None
         total = -(-setting.end // setting.samples)
         fifth = min(4, total // 5)
         epoch, inside = divmod(int(state.cursor), setting.samples)
@@ -206,14 +216,14 @@ class Daso:
             fresh.begin_at(epoch, inside // setting.batch)
         self.schedule = fresh
 
-    def _exchange(self, places: Places, node: Node) -> Exchange:
+    def _exchange(self, places: Places, node: Node, core: Tree) -> Exchange:
         if self.reduce is not None:
             self.reduce.exchange.close()
         several = len(places.workers) < places.nodes
         made: Exchange = (
             AcrossProcesses(places.carriers, self.wait_limit, self.link) if several else Stacked(places.leads)
         )
-        for kind, shapes in node.sent_shapes(self.manner.wire == "bfloat16"):
+        for kind, shapes in node.sent_shapes(core, self.manner.wire == "bfloat16"):
             made.prepare(kind, shapes)
         return made
 
@@ -228,9 +238,9 @@ class Daso:
             rows = lambda x: [np.asarray(row)[0] for row in mine(x)]
             if "sent" in more:
                 sent_n = [list(x) for x in zip(*map(mine, more["sent"]), strict=True)]
-                reduce.go_on(rows(more["notes"]), rows(more["said"]), sent_n)
+                reduce.go_on(rows(more["notes"]), rows(more["said"]), sent_n, jax.tree.structure(state.params))
             else:
-                reduce.go_on(rows(more["notes"]), [], [])
+                reduce.go_on(rows(more["notes"]), [], [], None)
 
     def _check(self, setting: Setting, places: Places) -> None:
         for j, workers in zip(places.mine, places.workers, strict=True):

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from hetjax.run.clocks import Lap
 from hetjax.run.compiles import expected
 from hetjax.run.layout import HOST_SLOTS, SLOTS, Layout, Parts
 from hetjax.run.update import Finish
@@ -27,17 +26,22 @@ Scalars = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class Node:
-    """Holds what its workers hold. All programs are compiled before the first step."""
+    """The programs of a node, compiled before the first step. What its workers hold, its core, goes in and out."""
 
     def __init__(self, workers: Workers, layout: Layout, finish: Finish, core: Tree):
+        """core: as `place` made it; only its shapes matter here."""
         self.workers, self.layout, self.finish = workers, layout, finish
         with expected():
-            self.core = jax.jit(partial(jax.tree.map, jnp.copy))(jax.device_put(core, workers.replicated))
-            self._compile()
-        self.tail: jax.Array | None = None  # of the last step: its scalars, and the slots of this node's workers
+            self._compile(core)
 
-    def _compile(self) -> None:
-        count, layout, params = len(self.workers), self.layout, self.core[0]
+    @staticmethod
+    def place(core: Tree, workers: Workers) -> Tree:
+        """On all workers of a node, in buffers of its own."""
+        with expected():
+            return jax.jit(partial(jax.tree.map, jnp.copy))(jax.device_put(core, workers.replicated))
+
+    def _compile(self, core: Tree) -> None:
+        count, layout, params = len(self.workers), self.layout, core[0]
         held = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=self.workers.replicated)
         wide = lambda size, dtype: jax.ShapeDtypeStruct((count, size), dtype, sharding=self.workers.sharded)
         adding = jax.shard_map(
@@ -46,7 +50,7 @@ class Node:
         parts = tuple(wide(size, layout.dtype) for size in layout.sizes)
         self._run_add = jax.jit(adding).lower(parts, wide(HOST_SLOTS, np.float32)).compile()
         self._totals = totals = [held((1, size), layout.dtype) for size in (*layout.sizes[:-1], layout.sizes[-1] + 1)]
-        self._run_apply = jax.jit(self._apply, donate_argnums=0).lower(self.core, totals).compile()
+        self._run_apply = jax.jit(self._apply, donate_argnums=0).lower(core, totals).compile()
         scalars = (held((), layout.dtype),) * 3
         self._run_blend = (
             jax.jit(self._blend, donate_argnums=0).lower(params, jax.tree.leaves(params), params, scalars).compile()
@@ -85,40 +89,37 @@ class Node:
 
     # -- on the host --
 
-    def add(self, laps: Sequence[Lap], slots: Sequence[list[float]]) -> Leaves:
-        """The sums of this step over the node's workers, on all of them."""
-        parts = tuple(self.workers.stack(part) for part in zip(*(lap.parts for lap in laps), strict=True))
-        said = self.workers.from_host(list(np.asarray(slots, np.float32)))
-        totals, self.tail = self._run_add(parts, said)
-        return totals
+    def add(self, parts_w: Sequence[Parts], slots_w: Sequence[list[float]]) -> tuple[Leaves, jax.Array]:
+        """The sums of this step over the node's workers, on all of them; and the tail: scalars and slots."""
+        parts = tuple(self.workers.stack(part) for part in zip(*parts_w, strict=True))
+        return self._run_add(parts, self.workers.from_host(list(np.asarray(slots_w, np.float32))))
 
-    def apply(self, totals: Leaves) -> jax.Array:
-        """Move on by these sums, of this node or of all; their scalars."""
-        self.core, scalars = self._run_apply(self.core, [self.put(x) for x in totals])
-        return scalars
+    def apply(self, core: Tree, totals: Leaves) -> tuple[Tree, jax.Array]:
+        """Move on by these sums, of this node or of all; and their scalars."""
+        return self._run_apply(core, [self.put(x) for x in totals])
 
-    def snapshot(self) -> Tree:
+    def snapshot(self, core: Tree) -> Tree:
         """The parameters as they are now, in buffers that stay."""
-        return self._run_copy(self.core[0])
+        return self._run_copy(core[0])
 
-    def blend(self, mean: Leaves, sent: Tree, terms: Terms) -> None:
+    def blend(self, core: Tree, mean: Leaves, sent: Tree, terms: Terms) -> Tree:
         mean = [self.put(x) for x in mean]
         on_all = tuple(self.put(np.asarray(t, self.layout.dtype)) for t in terms)
-        self.core = (self._run_blend(self.core[0], mean, sent, on_all), *self.core[1:])
+        return (self._run_blend(core[0], mean, sent, on_all), *core[1:])
 
-    def sent_shapes(self, short: bool) -> list[tuple[str, Leaves]]:
+    def sent_shapes(self, core: Tree, short: bool) -> list[tuple[str, Leaves]]:
         """The kinds of exchange that this node will take part in, and what it sends in each."""
-        params, leaves = jax.tree.leaves(self.core[0]), jax.tree.leaves(self.core)
+        params, leaves = jax.tree.leaves(core[0]), jax.tree.leaves(core)
         kinds = [("total", self._totals), ("mean", params), *([("short", params)] if short else [])]
-        rest = [[leaves[k] for k in averaged(self.core, with_optimiser)] for with_optimiser in (False, True)]
+        rest = [[leaves[k] for k in averaged(core, with_optimiser)] for with_optimiser in (False, True)]
         return kinds + [("mean", sent) for sent in rest if sent]
 
-    def put_leaves(self, places: Sequence[int], values: Leaves) -> None:
-        """Put these arrays in the place of those leaves of the core."""
-        leaves, tree = jax.tree.flatten(self.core)
+    def put_leaves(self, core: Tree, places: Sequence[int], values: Leaves) -> Tree:
+        """The core with these arrays in the place of those leaves."""
+        leaves, tree = jax.tree.flatten(core)
         for place, value in zip(places, values, strict=True):
             leaves[place] = self.put(value)
-        self.core = jax.tree.unflatten(tree, leaves)
+        return jax.tree.unflatten(tree, leaves)
 
     def put(self, x: Any) -> jax.Array:
         """On all workers of this node."""

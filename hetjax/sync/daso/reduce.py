@@ -14,10 +14,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from hetjax.plan.between_nodes import BetweenNodes
 from hetjax.plan.daso_schedule import Schedule
-from hetjax.plan.sampler import Span
+from hetjax.plan.sampler import PlannedStep
 from hetjax.run.agree import Disagreement
-from hetjax.run.clocks import Lap
-from hetjax.run.layout import Layout, Report
+from hetjax.run.engines.protocol import Replicas
+from hetjax.run.layout import Layout, Parts, Report
 from hetjax.run.update import State
 from hetjax.run.workers import Workers
 from hetjax.sync.daso.blend import ALL_OF_IT, Terms, receives_first, terms
@@ -63,7 +63,8 @@ class _Pending:
 
 
 class Nodes:
-    """Holds one set of parameters for each node of this process, and moves all of them on by one step."""
+    """The reduce of DASO. Its core is a list, one for each node of this process; what the host knows of exchanges, with
+    the one that is under way, stays here."""
 
     name = "nodes"
 
@@ -97,21 +98,24 @@ class Nodes:
         self._mean: Leaves | None = None  # the last one that all nodes know, where differences to it travel
         self._told: list[Notes] | None = None  # what all nodes said, where that arrived with the last step
         self._asked_to_stop = self._asked_to_save = False  # what one of them wished, in any exchange of the last step
+        self._tails_n: list[jax.Array] = []  # of the last step, one for each node
         self._reports_n: list[Report] | None = None  # of the last step
         self._scalars: jax.Array | None = None  # of all nodes in the last step, where their gradients were summed
         self._loss: Report | None = None  # the last one of a step with samples
 
     # -- a step --
 
-    def step(
-        self, laps: Sequence[Lap], slots: Sequence[list[float]], at: Span, weights: Sequence[float] | None = None
-    ) -> None:
-        if weights is not None:
+    def __call__(
+        self, core_n: list[Tree], parts_w: Sequence[Parts], slots_w: Sequence[list[float]], step: PlannedStep
+    ) -> tuple[list[Tree], Any]:
+        if step.plan.weights_W is not None:
             raise ValueError("DASO counts all samples alike: use a controller without weights of its own.")
+        at = step.span
         self.steps, self._at = self.steps + 1, (at.epoch, at.end)
         if self._pending is not None and not self._pending.flight.done:
             self._pending.beside += 1
-        totals_n = [node.add(laps[part], slots[part]) for node, part in zip(self.nodes, self._slices, strict=True)]
+        added_n = [node.add(parts_w[own], slots_w[own]) for node, own in zip(self.nodes, self._slices, strict=True)]
+        totals_n, self._tails_n = [totals for totals, _ in added_n], [tail for _, tail in added_n]
         self._told = self._reports_n = self._scalars = None
         self._asked_to_stop = self._asked_to_save = False
         last, cycling = at.end == self.samples, self.schedule.skip > 0
@@ -120,28 +124,32 @@ class Nodes:
             sums_n = [node.lead(x) for node, x in zip(self.nodes, totals_n, strict=True)]
             flight = self._start("total", sums_n, self._say())
             totals_n = [self._learn(flight).leaves] * len(self.nodes)
-        scalars_n = [node.apply(totals) for node, totals in zip(self.nodes, totals_n, strict=True)]
+        moved_n = [node.apply(*given) for node, *given in zip(self.nodes, core_n, totals_n, strict=True)]
+        core_n = [core for core, _ in moved_n]
         if act.gradients:
-            self._scalars = scalars_n[0]
-        self._agree(act.send, act.receive, act.block, short=self._short and not last)
+            self._scalars = moved_n[0][1]
+        core_n = self._agree(core_n, act.send, act.receive, act.block, short=self._short and not last)
         if last:
-            self._end_epoch(cycling)
+            core_n = self._end_epoch(core_n, cycling)
+        return core_n, self._tails_n
 
-    def _agree(self, send: bool, receive: int, block: bool, short: bool) -> None:
+    def _agree(self, core_n: list[Tree], send: bool, receive: int, block: bool, short: bool) -> list[Tree]:
         """`short`: what is sent now travels in 16 bits; never at the end of an epoch, as nodes go on from that mean."""
         due, first = self._pending, receives_first(self.manner.blend)
         rule = terms(self.manner.blend, receive, self.exchange.nodes)
         if receive and first:
-            self._receive(due, rule)
+            core_n = self._receive(core_n, due, rule)
         if receive:
             self._pending = None
         if send:
-            self._send([node.snapshot() for node in self.nodes], self._say(), short)
+            snapshot_n = [node.snapshot(core) for node, core in zip(self.nodes, core_n, strict=True)]
+            self._send(snapshot_n, self._say(), short)
         if receive and not first:
-            self._receive(due, rule)
+            core_n = self._receive(core_n, due, rule)
         if block:
-            self._receive(self._pending, ALL_OF_IT)
+            core_n = self._receive(core_n, self._pending, ALL_OF_IT)
             self._pending = None
+        return core_n
 
     def _send(self, sent_n: list[Tree], said_n: list[Notes], short: bool) -> None:
         leaves_n = [jax.tree.leaves(node.lead(sent)) for node, sent in zip(self.nodes, sent_n, strict=True)]
@@ -168,15 +176,15 @@ class Nodes:
         shared = None if sharing is None else (sharing.rule, sharing.capacity_N, sharing.state_dict())
         return zlib.crc32(repr((self._at, self.schedule.state_dict(), shared)).encode()) & 0xFFFFFF
 
-    def _receive(self, pending: _Pending | None, rule: Terms) -> None:
+    def _receive(self, core_n: list[Tree], pending: _Pending | None, rule: Terms) -> list[Tree]:
         assert pending is not None
         arrived = self._learn(pending.flight, pending)
         if pending.short:
             self._mean = arrived.leaves
         else:
             self.rebase(arrived.leaves)
-        for node, sent in zip(self.nodes, pending.sent_n, strict=True):
-            node.blend(arrived.leaves, sent, rule)
+        parties = zip(self.nodes, core_n, pending.sent_n, strict=True)
+        return [node.blend(core, arrived.leaves, sent, rule) for node, core, sent in parties]
 
     def _learn(self, flight: Flight, pending: _Pending | None = None) -> Arrived:
         """Wait for an exchange and take notice of what the nodes said."""
@@ -205,27 +213,29 @@ class Nodes:
             )
         return arrived
 
-    def _end_epoch(self, cycling: bool) -> None:
+    def _end_epoch(self, core_n: list[Tree], cycling: bool) -> list[Tree]:
         assert self._told is not None
         weight = sum(notes.weight for notes in self._told)
         self.schedule.end_epoch(sum(notes.loss for notes in self._told) / weight if weight else np.nan)
         for notes in self._notes_n:
             notes.loss = notes.weight = 0.0
         if not cycling and self.schedule.skip > 0:
-            self.rebase(jax.tree.leaves(self.nodes[0].lead(self.nodes[0].snapshot())))
+            self.rebase(jax.tree.leaves(self.nodes[0].lead(self.nodes[0].snapshot(core_n[0]))))
         if cycling and not self.manner.faithful:
-            self._average_rest(with_optimiser=self.schedule.skip == 0)
+            core_n = self._average_rest(core_n, with_optimiser=self.schedule.skip == 0)
+        return core_n
 
-    def _average_rest(self, with_optimiser: bool) -> None:
+    def _average_rest(self, core_n: list[Tree], with_optimiser: bool) -> list[Tree]:
         """What goes along with the parameters: model state, moving average, counters; before a blocking phase, the
         whole state of the optimiser too."""
-        places, told = averaged(self.nodes[0].core, with_optimiser), self._told
+        places, told = averaged(core_n[0], with_optimiser), self._told
         if places:
-            leaves_n = [node.lead([jax.tree.leaves(node.core)[k] for k in places]) for node in self.nodes]
+            pairs = list(zip(self.nodes, core_n, strict=True))
+            leaves_n = [node.lead([jax.tree.leaves(core)[k] for k in places]) for node, core in pairs]
             mean = self._learn(self._start("mean", leaves_n, self._say())).leaves
-            for node in self.nodes:
-                node.put_leaves(places, mean)
+            core_n = [node.put_leaves(core, places, mean) for node, core in pairs]
         self._told = told
+        return core_n
 
     # -- what is told --
 
@@ -233,10 +243,8 @@ class Nodes:
         """What each node's workers did in the last step; counted into the notes when it is read first."""
         if self._reports_n is None:
             self._reports_n = []
-            for node, notes in zip(self.nodes, self._notes_n, strict=True):
-                if node.tail is None:
-                    continue
-                report = Report.read(self.layout, np.asarray(node.tail.addressable_data(0)), len(node.workers))
+            for node, notes, tail in zip(self.nodes, self._notes_n, self._tails_n, strict=False):  # no tail yet: none
+                report = Report.read(self.layout, np.asarray(tail.addressable_data(0)), len(node.workers))
                 self._reports_n.append(report)
                 seconds = np.max(report.times_W[report.rows_W > 0], initial=0.0)  # NaN if one was not timed
                 notes.step(report.count, seconds if seconds > 0 else None)
@@ -245,9 +253,10 @@ class Nodes:
                 notes.stop, notes.save = max(notes.stop, report.stop), max(notes.save, report.save)
         return self._reports_n
 
-    def report(self) -> Report:
+    def read(self, tail: Any) -> Report:
+        """Of the last step: what the nodes have told each other is not in its tails."""
         reports_n = self._read()
-        tails = [np.asarray(node.tail.addressable_data(0)) for node in self.nodes if node.tail is not None]
+        tails = [np.asarray(own.addressable_data(0)) for own in self._tails_n]
         cut = 3 + len(self.layout.metrics)
         own = np.sum([tail[:cut] for tail in tails], axis=0)
         scalars = own if self._scalars is None else np.asarray(self._scalars.addressable_data(0))
@@ -263,8 +272,8 @@ class Nodes:
 
     # -- what is held --
 
-    def state(self, step: int, cursor: int) -> State:
-        core = jax.tree.map(self._stacked, *(node.lead(node.core) for node in self.nodes))
+    def state(self, core_n: list[Tree], step: int, cursor: int) -> State:
+        core = jax.tree.map(self._stacked, *(node.lead(own) for node, own in zip(self.nodes, core_n, strict=True)))
         leads = [node.workers.devices[0] for node in self.nodes]
         words = lambda notes, lead: jax.device_put(as_words(notes.array())[None], lead)
         more: dict[str, Any] = {"notes": self._stacked(*map(words, self._notes_n, leads))}
@@ -286,25 +295,26 @@ class Nodes:
             self._mean = mean
             self.exchange.rebase(mean)
 
-    def go_on(self, notes_n: Sequence[np.ndarray], said_n: Sequence[np.ndarray], sent_n: Sequence[Leaves]) -> None:
+    def go_on(
+        self, notes_n: Sequence[np.ndarray], said_n: Sequence[np.ndarray], sent_n: Sequence[Leaves], tree: Any
+    ) -> None:
         """Take up what `State.more` held: notes, and an exchange that was under way, which is started again with what
-        was said then. Wishes for the end or a checkpoint were about the run before: they are fulfilled."""
+        was said then. Wishes for the end or a checkpoint were about the run before: they are fulfilled. `tree`: the
+        structure of the parameters."""
         of = lambda words: replace(Notes.of(from_words(words)), stop=0.0, save=0.0)
         self._notes_n = [of(words) for words in notes_n]
         if sent_n:
-            tree = jax.tree.structure(self.nodes[0].core[0])
             placed = lambda node, leaves: jax.tree.unflatten(tree, [node.put(leaf) for leaf in leaves])
             parts_n = [placed(node, leaves) for node, leaves in zip(self.nodes, sent_n, strict=True)]
             self._send(parts_n, [of(words) for words in said_n], self._short)
 
-    def per_worker(self) -> list[list[jax.Array]]:
-        return [leaves for node in self.nodes for leaves in node.workers.copies(jax.tree.leaves(node.core[:2]))]
-
-    def on_mesh(self) -> Tree:
-        stack = lambda *leaves_n: self.workers.stack(
-            [piece for node, leaf in zip(self.nodes, leaves_n, strict=True) for piece in node.workers.pieces(leaf)]
+    def replicas(self, core_n: list[Tree], tail: Any) -> Replicas:
+        pairs = list(zip(self.nodes, core_n, strict=True))
+        stack = lambda *leaf_n: self.workers.stack(
+            [piece for node, leaf in zip(self.nodes, leaf_n, strict=True) for piece in node.workers.pieces(leaf)]
         )
-        return jax.tree.map(stack, *(node.core[:2] for node in self.nodes))
-
-    def ready(self) -> list[jax.Array]:
-        return [piece for node in self.nodes for piece in node.workers.pieces(jax.tree.leaves(node.core)[0])]
+        return Replicas(
+            [leaves for node, core in pairs for leaves in node.workers.copies(jax.tree.leaves(core[:2]))],
+            [piece for node, core in pairs for piece in node.workers.pieces(jax.tree.leaves(core)[0])],
+            lambda: jax.tree.map(stack, *(core[:2] for core in core_n)),
+        )

@@ -22,26 +22,29 @@ from hetjax.plan.merge_rule import CALMER, MOMENTUM
 from hetjax.plan.ranges import RangePool
 from hetjax.plan.rate_scale import CAP
 from hetjax.run.clocks import no_hold
-from hetjax.run.engines.choose import per_worker
+from hetjax.run.engines.protocol import Replicas
+from hetjax.run.engines.specs import Chunked, EngineSpec, per_worker
+from hetjax.run.layout import Layout
 from hetjax.run.simulate import Simulation
 from hetjax.run.update import State
 from hetjax.run.workers import Workers
 from hetjax.sync.hogbatch.immediate import Adapt, Immediate
-from hetjax.sync.hogbatch.job import Job
 from hetjax.sync.hogbatch.merged import Merged
 from hetjax.sync.hogbatch.method import Method
 from hetjax.sync.hogbatch.rate import Rate
 from hetjax.sync.hogbatch.shared_model import SharedModel, home_device
 from hetjax.sync.hogbatch.task import Moment, Update
 from hetjax.sync.hogbatch.threads import Pause
-from hetjax.sync.hogbatch.training import Copies, Training
+from hetjax.sync.hogbatch.training import Training
 from hetjax.sync.hogbatch.virtual import Schedule
+from hetjax.sync.job import Job
+from hetjax.sync.protocol import Sync
 from hetjax.sync.replicas import average
 
 Whole = int | Sequence[int] | None
 
 
-class Asynchronous:
+class Asynchronous(Sync):
     """What the three have in common. Batches, bounds: one number for all workers, or one each.
 
     batches      the first batch of each worker. Unless given: unlike kinds of device start as published, CPUs at their
@@ -57,8 +60,7 @@ class Asynchronous:
     faithful     as published, where our default corrects it; what is given goes before
     """
 
-    name: str
-    own_parameters = False
+    stepped = False
 
     def __init__(
         self,
@@ -87,49 +89,40 @@ class Asynchronous:
     # -- what the trainer asks --
 
     def engine_options(
-        self,
-        workers: Workers,
-        quantum: int,
-        simulation: Simulation | None,
-        *,
-        engine: str,
-        batch: int,
-        capacity: Whole = None,
-        max_rows: Whole = None,
-        rungs: Sequence[int] | None = None,
-        priced_by_rows: bool,
-        **_: Any,
+        self, workers: Workers, quantum: int, simulation: Simulation | None, options: dict[str, Any]
     ) -> dict[str, Any]:
-        """How to open a session: chunks of the sizes that batches move along, so that a change compiles nothing."""
+        """Microbatches of the sizes that batches move along, so that a change compiles nothing."""
         if workers.several_processes:
             raise ValueError(
                 f"The sync {self.name!r} works in one process with any devices, but there are several processes. "
                 "Start one, or choose another sync."
             )
-        if engine not in ("auto", "chunked"):
-            raise ValueError(
-                f"The sync {self.name!r} lets every worker run alone, and the {engine} engine is one program over all "
-                "workers. Use engine='chunked' (or 'auto')."
-            )
-        capacity_W = per_worker("capacity", capacity, batch, workers)
+        asked: EngineSpec = options["engine"]
+        rungs, batch = getattr(asked, "rungs", None), options["batch"]
+        capacity_W = per_worker("capacity", options["capacity"], batch, workers)
         lower_W = None if self.smallest is None else per_worker("smallest", self.smallest, 1, workers)
         self.bounds = BatchBounds.of(capacity_W, quantum, lower_W)
-        most_W = None if max_rows is None else per_worker("max_rows", max_rows, batch, workers)
+        most_W = None if asked.max_rows is None else per_worker("max_rows", asked.max_rows, batch, workers)
         self.pause.hold = no_hold if simulation is None or self.replay is not None else simulation.hold
         return {
-            "engine": "chunked",
+            "engine": Chunked(
+                None if most_W is None else most_W.tolist(),
+                list(rungs) if rungs else self.bounds.rungs(most_W),
+                complete=True,
+            ),
             "batch": int(self.bounds.upper_W.max()),
             "capacity": self.bounds.upper_W.tolist(),
-            "max_rows": None if most_W is None else most_W.tolist(),
-            "rungs": list(rungs) if rungs else self.bounds.rungs(most_W),
-            "complete": True,
-            "priced_by_rows": priced_by_rows or self.replay is not None,  # a stopwatch is never twice the same
+            "priced_by_rows": options["priced_by_rows"] or self.replay is not None,  # a clock never repeats itself
             "hold": self.pause,
         }
 
+    def end_of(self, sampler: Any, cursor: int, steps: int) -> int:
+        return sampler.end_of(cursor, steps)
+
     def fit(self, job: Job, state: State) -> tuple[State, History]:
-        assert self.bounds is not None
         state = average(state)  # of the workers', where a sync before kept one set for each
+        session = job.open_session(state)
+        assert self.bounds is not None
         workers, resumed = job.workers, self._resumed(state)
         pool = RangePool(
             job.sampler.size, job.end, resumed.get("handed", state.cursor), map(tuple, resumed.get("undone", ()))
@@ -138,10 +131,11 @@ class Asynchronous:
         if len(resumed.get("batches", ())) == len(workers):
             batch_W = np.clip(resumed["batches"], self.bounds.lower_W, self.bounds.upper_W)
             updates_W = np.array(resumed["updates"], np.int64)
-        method = self._method(job, state, batch_W, updates_W)
+        method = self._method(job, session.layout, state, batch_W, updates_W)
         if self.replay is None and job.simulation is not None and job.simulation.row_time is None:
             leaves = jax.tree.leaves((state.params, state.model_state))
-            job.calibrate(job.session, Copies(leaves, workers.devices))
+            leaves_w = [jax.device_put(leaves, device) for device in workers.devices]
+            job.calibrate(session, Replicas(leaves_w, [own[-1] for own in leaves_w], lambda: None))
         rate = Rate(
             reference=self.reference or self._reference(job),
             cap=self.rate_cap,
@@ -152,6 +146,7 @@ class Asynchronous:
         )
         training = Training(
             job,
+            session,
             state,
             method,
             pool,
@@ -162,9 +157,7 @@ class Asynchronous:
             told=resumed.get("tally", {}),
             on_update=self.on_update,
         )
-        history = History(
-            engine=job.session.engine.name, transport="shared", controller=self.name, workers=len(workers)
-        )
+        history = History(engine=session.engine.name, transport="shared", controller=self.name, workers=len(workers))
         return training.run(history)
 
     def answer(self, state: State) -> State:
@@ -178,7 +171,7 @@ class Asynchronous:
 
     # -- set-up --
 
-    def _method(self, job: Job, state: State, batch_W: np.ndarray, updates_W: np.ndarray) -> Method:
+    def _method(self, job: Job, layout: Layout, state: State, batch_W: np.ndarray, updates_W: np.ndarray) -> Method:
         raise NotImplementedError
 
     def _reference(self, job: Job) -> float:
@@ -224,9 +217,9 @@ class Hogbatch(Asynchronous):
             raise ValueError(f"staleness_bound is {staleness_bound}: expected 0 or more, or None for no bound.")
         self.staleness_bound = staleness_bound
 
-    def _method(self, job: Job, state: State, batch_W: np.ndarray, updates_W: np.ndarray) -> Method:
+    def _method(self, job: Job, layout: Layout, state: State, batch_W: np.ndarray, updates_W: np.ndarray) -> Method:
         devices = job.workers.devices
-        model = SharedModel(job.session.layout, job.rule, state.core, home_device(devices))
+        model = SharedModel(layout, job.rule(state), state.core, home_device(devices))
         return Immediate(model, devices, batch_W, updates_W, adapt=self._adapt(), bound=self.staleness_bound)
 
     def _adapt(self) -> Adapt | None:
@@ -286,12 +279,12 @@ class AdaptiveSgd(Asynchronous):
         one = job.batch / len(job.workers)
         return one if self.faithful else one / (1 - self.momentum)
 
-    def _method(self, job: Job, state: State, batch_W: np.ndarray, updates_W: np.ndarray) -> Method:
+    def _method(self, job: Job, layout: Layout, state: State, batch_W: np.ndarray, updates_W: np.ndarray) -> Method:
         devices = job.workers.devices
         assert self.bounds is not None
         return Merged(
-            job.session.layout,
-            job.rule,
+            layout,
+            job.rule(state),
             state.core,
             state.more,
             devices,

@@ -12,9 +12,9 @@ import jax
 import numpy as np
 
 from hetjax.data.feed import Order, fetch_positions
+from hetjax.data.rows import Rows
 from hetjax.data.source import Batch, Source
 from hetjax.plan.ranges import Range
-from hetjax.run.engines import Rows
 
 log = logging.getLogger("hetjax")
 _AHEAD = 2  # blocks

@@ -13,12 +13,12 @@ import numpy as np
 
 from hetjax.history import History, Record
 from hetjax.plan.ranges import RangePool
+from hetjax.recorder import Recorder
 from hetjax.run.clocks import Lap
-from hetjax.run.compiles import compiles
-from hetjax.run.engines.chunked import Chunked
+from hetjax.run.engines.chunked import ChunkedEngine
+from hetjax.run.session import Session
 from hetjax.run.update import State
 from hetjax.sync.hogbatch.coordinator import Coordinator
-from hetjax.sync.hogbatch.job import Job
 from hetjax.sync.hogbatch.method import Method
 from hetjax.sync.hogbatch.rate import Rate
 from hetjax.sync.hogbatch.stock import Stock
@@ -26,24 +26,9 @@ from hetjax.sync.hogbatch.tally import Tally
 from hetjax.sync.hogbatch.task import Back, Finished, Lost, Moment, News, Task, Update
 from hetjax.sync.hogbatch.threads import Pause, Threads
 from hetjax.sync.hogbatch.virtual import Schedule, VirtualTime
+from hetjax.sync.job import Job
 
 log = logging.getLogger("hetjax")
-
-
-class Copies:
-    """Parameters on every worker's device, as an engine reads them."""
-
-    def __init__(self, leaves: list[jax.Array], devices: tuple[jax.Device, ...]):
-        self._views = [jax.device_put(leaves, device) for device in devices]
-
-    def per_worker(self) -> list[list[jax.Array]]:
-        return self._views
-
-    def ready(self) -> list[jax.Array]:
-        return [view[-1] for view in self._views]
-
-    def on_mesh(self) -> Any:
-        raise NotImplementedError("Asynchronous workers share no mesh.")
 
 
 class Training:
@@ -55,6 +40,7 @@ class Training:
     def __init__(
         self,
         job: Job,
+        session: Session,
         state: State,
         method: Method,
         pool: RangePool,
@@ -66,10 +52,10 @@ class Training:
         told: dict[str, Any],
         on_update: Callable[[Update], None] | None,
     ):
-        assert isinstance(job.session.engine, Chunked)
-        self.job, self.engine, self.method = job, job.session.engine, method
+        assert isinstance(session.engine, ChunkedEngine)
+        self.job, self.session, self.engine, self.method = job, session, session.engine, method
         self.pause, self.remember, self.told, self.on_update = pause, remember, told, on_update
-        self.offset = state.step - job.sampler.whole_steps(state.cursor)  # 0 unless the batch size was another before
+        self.offset = state.step - job.order.whole_steps(state.cursor)  # 0 unless the batch size was another before
         self.start = state
         self.virtual = None if replay is None else VirtualTime(replay, len(job.workers), job.simulation)
         self.coordinator = Coordinator(
@@ -78,22 +64,18 @@ class Training:
             rate,
             len(job.workers),
             clock=time.perf_counter if self.virtual is None else self.virtual.clock,
-            step_of=lambda samples: self.offset + job.sampler.whole_steps(samples),
+            step_of=lambda samples: self.offset + job.order.whole_steps(samples),
         )
         most = int(np.max(self.engine.capacity_W))
-        self.stock = Stock(job.source, job.sampler, block=max(most, job.batch), end=job.end, keep=2 * len(job.workers))
+        self.stock = Stock(job.source, job.order, block=max(most, job.batch), end=job.end, keep=2 * len(job.workers))
 
     def run(self, history: History) -> tuple[State, History]:
         job, simulation = self.job, self.job.simulation
-        try:
-            history.last_step = self.coordinator.step_of(job.end)
-            if simulation is not None:
-                simulation.step = self.start.step
-                history.ideal_samples_per_s = simulation.ideal()
-            job.tell(job.hooks, "begin", history)
-            compiled = compiles()
-            tally = Tally(job.session.layout, self.method.batch_W, self.coordinator.clock(), self.told)
-            ideal_s = 0.0
+        history.last_step = self.coordinator.step_of(job.end)
+        if simulation is not None:
+            simulation.step = self.start.step
+        with closing(self.stock), job.record(history) as recorder:
+            tally = Tally(self.session.layout, self.method.batch_W, self.coordinator.clock(), self.told)
             with closing(self._news()) as stream:  # whatever is raised in here ends the workers at once
                 for news in stream:
                     if not isinstance(news, Finished):
@@ -103,45 +85,32 @@ class Training:
                     if self.on_update is not None:
                         self.on_update(news.update)
                     if news.moment is not None:
-                        ideal_s += self._record(tally, news, history)
+                        self._record(tally, news, recorder)
             counted = tally.state_dict()
             if tally.unrecorded:  # stopped in between: for the history only, a resumed run will record the whole step
-                history.records.append(self._made(tally, 1 + self.coordinator.step))
-            history.recompiles_after_warmup = compiles() - compiled
+                recorder.append(self._made(tally, 1 + self.coordinator.step))
             whole = tally.whole
             rates_W = np.divide(whole.counts_W, whole.busy_W, out=np.zeros(tally.workers), where=whole.busy_W > 0)
-            if simulation is None:
-                history.ideal_samples_per_s = float(rates_W.sum()) or None
-            elif ideal_s:
-                history.ideal_samples_per_s = sum(int(r.counts_W.sum()) for r in history.records) / ideal_s
-            history.data_wait_s = self.stock.waited / tally.workers
             history.more = tally.summary()
-        finally:
-            self.stock.close()
-            job.tell(job.hooks, "end", history)
+            recorder.finish(float(rates_W.sum()) or None, self.stock.waited / tally.workers)
         if self.coordinator.error is not None:
             raise self.coordinator.error
         last = self.coordinator.moment()
         self.remember(last, counted)
         return last.state, history
 
-    def _record(self, tally: Tally, news: Finished, history: History) -> float:
-        """A step's worth of samples is done; the seconds it would have taken at best."""
+    def _record(self, tally: Tally, news: Finished, recorder: Recorder) -> None:
+        """A step's worth of samples is done."""
         assert news.moment is not None
-        job, record = self.job, self._made(tally, self.coordinator.step_of(tally.seen))
+        record = self._made(tally, self.coordinator.step_of(tally.seen))
         self.remember(news.moment, tally.state_dict())
-        history.records.append(record)
-        job.check(record)
-        for hook in job.hooks:
-            hook(record, news.moment.state)
-        if job.simulation is None:
-            return 0.0
-        ideal_s = float(record.counts_W.sum()) / job.simulation.ideal()
-        job.simulation.step = record.step
-        return ideal_s
+        self.job.check(record)
+        recorder.add(record, news.moment.state)
+        if self.job.simulation is not None:
+            self.job.simulation.step = record.step
 
     def _made(self, tally: Tally, step: int) -> Record:
-        return tally.record(step, max(0, tally.seen - 1) // self.job.sampler.size, self.job.saving())
+        return tally.record(step, max(0, tally.seen - 1) // self.job.order.size, self.job.saving())
 
     def _say(self, news: News) -> None:
         if isinstance(news, Back):
@@ -177,7 +146,7 @@ class Training:
         span = task.span
         rows = self.stock.rows(span)
         task.started = self.coordinator.clock()
-        chunks = self.engine.chunks(rows, span.epoch, task.worker, span.start, span.count, self.job.sampler.seed)
+        chunks = self.engine.chunks(rows, span.epoch, task.worker, span.start, span.count, self.job.order.seed)
         leaves = self.method.read(task) if leaves is None else leaves
         return self.engine.phase(task.worker, chunks, leaves, leaves[-1])
 

@@ -1,13 +1,15 @@
-"""What the trainer hands over to an asynchronous sync for one call of `fit`."""
+"""One call of `Trainer.fit`, as a sync gets it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from hetjax.data.source import Source
 from hetjax.history import History, Record
 from hetjax.plan.sampler import Sampler
+from hetjax.recorder import Recorder
 from hetjax.run.engines.protocol import Replicas
 from hetjax.run.session import Session
 from hetjax.run.simulate import Simulation
@@ -15,27 +17,34 @@ from hetjax.run.update import State
 from hetjax.run.workers import Workers
 from hetjax.sync.protocol import Rule
 
-Hook = Callable[[Record, State], None]
-
 
 @dataclass(frozen=True)
 class Job:
-    """`end`: samples since the start of training at which it is over."""
+    """What there is to do, and what it can be done with.
 
-    session: Session
-    rule: Rule
+    `end` is the cursor at which training is over. What only some syncs need is made when it is asked for.
+    """
+
     workers: Workers
-    sampler: Sampler
+    sampler: Any
     source: Source
     end: int
     simulation: Simulation | None
     wait_limit: float
-    hooks: Sequence[Hook]
-    tell: Callable[[Sequence[Hook], str, History], None]  # begin and end, to hooks that want to know
+    by_steps: Callable[[State], tuple[State, History]]  # train step by step
+    open_session: Callable[[State], Session]  # engine, clocks and layout for this source
+    rule: Callable[[State], Rule]
+    record: Callable[[History], Recorder]  # the bookkeeping of this call
     stopping: Callable[[], bool]
     saving: Callable[[], bool]  # whether a checkpoint was asked for since the last time
     check: Callable[[Record], None]  # raises for a loss or gradient that is not finite
     calibrate: Callable[[Session, Replicas], None]  # fixes the simulated row time
+
+    @property
+    def order(self) -> Sampler:
+        """The global order of samples, where there are no shards."""
+        assert isinstance(self.sampler, Sampler)
+        return self.sampler
 
     @property
     def batch(self) -> int:

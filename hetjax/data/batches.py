@@ -1,0 +1,151 @@
+"""Host batches: what a training loop gives to a step, and loaders that end together in all processes."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+
+from hetjax.data.feed import Feed
+from hetjax.data.rows import Rows
+from hetjax.plan.sampler import Span
+from hetjax.run.agree import gather
+from hetjax.run.layout import MANY
+
+log = logging.getLogger("hetjax")
+Tree = Any
+
+
+@runtime_checkable
+class HostBatch(Protocol):
+    """The samples of one step. A process asks only for the rows that it computes."""
+
+    def __len__(self) -> int:
+        """Samples of the whole batch, over all processes."""
+        ...
+
+    def rows(self, start: int, stop: int) -> Tree | Rows:
+        """A tree of arrays with the samples start .. stop-1 of the batch."""
+        ...
+
+
+@dataclass(frozen=True)
+class ArrayBatch:
+    """A batch that is in memory as a whole."""
+
+    tree: Tree
+
+    def __len__(self) -> int:
+        return len(jax.tree.leaves(self.tree)[0])
+
+    def rows(self, start: int, stop: int) -> Tree:
+        return jax.tree.map(lambda x: x[start:stop], self.tree)
+
+
+@dataclass(frozen=True)
+class FeedBatch:
+    """The samples at a span of an epoch's order, fetched in the background (see feed.py).
+
+    `following`: the span that comes next, if it is known; its rows are sent for when those of this one are taken, with
+    a margin, as the next plan may differ.
+    """
+
+    feed: Feed
+    span: Span
+    following: Span | None = None
+
+    def __len__(self) -> int:
+        return self.span.batch
+
+    def rows(self, start: int, stop: int) -> Rows:
+        first = self.span.start
+        rows = Rows(*self.feed.take(self.span.epoch, first + start, first + stop))
+        if self.following is not None:
+            margin = 0 if stop - start >= len(self) else max(1, (stop - start) // 8)
+            most = self.following.batch
+            begin = min(max(0, start - margin), max(0, most - 1))
+            end = most if margin == 0 else min(most, stop + margin)
+            at = self.following.start
+            self.feed.prepare(self.following.epoch, at + begin, at + max(begin + 1, end))
+        return rows
+
+
+def is_stream(source: Any) -> bool:
+    """Whether this can only be iterated over: batches as they come, not samples that can be asked for."""
+    indexed = hasattr(source, "__len__") and hasattr(source, "__getitem__")
+    return hasattr(source, "__iter__") and not indexed and not isinstance(source, Mapping)
+
+
+def as_batch(batch: Any, limit: int) -> HostBatch:
+    """A batch from a tree of arrays, or an object that has `rows`, with at most `limit` samples."""
+    made = batch if isinstance(batch, HostBatch) else ArrayBatch(_arrays(batch))
+    if not 1 <= len(made) <= limit:
+        raise ValueError(
+            f"The batch has {len(made)} samples; expected 1 to {limit}, which is batch_size. A shorter batch is fine, "
+            "a longer one has to be cut, or batch_size raised."
+        )
+    return made
+
+
+def _arrays(batch: Any) -> Tree:
+    leaves, tree = jax.tree.flatten(batch)
+    arrays = [np.asarray(leaf) for leaf in leaves]
+    if not arrays or any(array.ndim == 0 for array in arrays):
+        raise ValueError(
+            "A batch is a tree of arrays (dicts, tuples, nested) whose first axis counts the samples; got "
+            f"{_kind(batch)}."
+        )
+    sizes = {len(array) for array in arrays}
+    if len(sizes) > 1:
+        raise ValueError(f"The arrays of a batch need the same number of rows, but they have {sorted(sizes)}.")
+    if odd := [array.dtype for array in arrays if array.dtype == object]:
+        raise ValueError(f"A batch needs arrays of numbers, but one has the type {odd[0]}: pad ragged samples first.")
+    return jax.tree.unflatten(tree, [np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype)) for x in arrays])
+
+
+def _kind(batch: Any) -> str:
+    inside = sorted({type(leaf).__name__ for leaf in jax.tree.leaves(batch)} - {type(batch).__name__})
+    return f"a {type(batch).__name__}" + (f" of {', '.join(inside)}" if inside else "")
+
+
+def ends_together(
+    loader: Iterable[Any], requests: Any, left_of: Callable[[int], np.ndarray], process_W: Sequence[int], first: int
+) -> Iterator[Any]:
+    """The batches of this process's loader, up to where the shortest of all processes' loaders ends.
+
+    How many batches a process has left, at most MANY = 2, travels with the sums of every step. Those of step k are
+    known when the batch of step k + 2 is asked for, so nobody starts a step that another process cannot.
+
+    Args:
+        loader: of this process.
+        requests: `left` is set on it, which goes into the sums of the next step.
+        left_of: what each worker's process had left in a step.
+        process_W: the process of each worker.
+        first: the number of the first step.
+    """
+    source = iter(loader)
+    ahead = deque(islice(source, MANY + 1))
+    begun_P = np.array(gather(min(len(ahead), MANY)))
+    steps, short = 0, np.flatnonzero(begun_P < MANY)
+    while not len(short) or steps < begun_P.min():
+        if steps >= MANY:
+            left_W = left_of(first + steps - MANY)
+            short = np.unique([process for process, left in zip(process_W, left_W, strict=True) if left < MANY])
+            if len(short):
+                break
+        requests.left = min(len(ahead) - 1, MANY)
+        yield ahead.popleft()
+        ahead.extend(islice(source, 1))
+        steps += 1
+    requests.left = MANY
+    log.log(
+        logging.WARNING if ahead else logging.INFO,
+        "The data of process %s ended after %d steps, so all processes stop there%s.",
+        ", ".join(map(str, short.tolist())), steps, "; this one has more" if ahead else "",
+    )  # fmt: skip

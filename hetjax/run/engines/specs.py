@@ -1,0 +1,234 @@
+"""The engines as a user chooses them: by name, or as an object with options that builds the engine for a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from hetjax.run.clocks import Clocks
+from hetjax.run.engines.chunked import ChunkedEngine
+from hetjax.run.engines.protocol import Engine, Program
+from hetjax.run.engines.spmd import LoopedEngine, MaskedEngine
+from hetjax.run.workers import Workers
+
+Whole = int | Sequence[int] | None  # one number for all workers, or one each
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What all engines have in common.
+
+    Args:
+        max_rows: most rows that a worker computes at once; one number, or one per worker. Default: no limit.
+    """
+
+    max_rows: Whole = None
+    name: ClassVar[str]
+
+    def resolve(self, workers: Workers, exact_sync: bool) -> tuple[EngineSpec, str]:
+        """The engine to build for these workers, and why."""
+        if len(workers.kinds) > 1:
+            raise ValueError(
+                f"The {self.name} engine is one program over all workers, which XLA refuses over unlike devices "
+                f"({', '.join(workers.kinds)}). Use engine='chunked' (or 'auto')."
+            )
+        return self, "as asked"
+
+    def build(
+        self,
+        program: Program,
+        workers: Workers,
+        clocks: Clocks,
+        *,
+        batch: int,
+        capacity: Whole = None,
+        quantum: int = 1,
+        priced_by_rows: bool = False,
+    ) -> Engine:
+        """Compile the engine.
+
+        Args:
+            program: what it computes.
+            batch: most samples of a step over all workers.
+            capacity: most samples of each worker in a step; what suits the engine unless given.
+            quantum: counts are multiples of it.
+            priced_by_rows: whether rows, not seconds, are what a microbatch costs (simulated speeds).
+        """
+        raise NotImplementedError
+
+    def _capacities(self, default: int, given: Whole, batch: int, quantum: int, workers: Workers) -> np.ndarray:
+        capacity_W = per_worker("capacity", given, min(default, batch), workers)
+        whole = -(-batch // quantum) * quantum
+        capacity_W = np.minimum(-(-capacity_W // quantum) * quantum, whole)
+        if capacity_W.sum() < batch:
+            raise ValueError(
+                f"The workers can take {capacity_W.sum()} samples a step in all (capacities {capacity_W.tolist()}), "
+                f"but batch_size is {batch}. Raise the capacities or lower batch_size."
+            )
+        return capacity_W
+
+    def _one_buffer(self, factor: int, given: Whole, batch: int, quantum: int, workers: Workers) -> tuple[int, int]:
+        """The capacity of an engine with one buffer size for all workers, and its most rows at once."""
+        default = factor * -(-batch // len(workers))
+        smallest = int(self._capacities(default, given, batch, quantum, workers).min())
+        most = int(per_worker("max_rows", self.max_rows, smallest, workers).min()) // quantum * quantum
+        if most == 0:
+            raise ValueError(
+                f"max_rows {self.max_rows} is less than the {quantum} samples that belong together. Raise it."
+            )
+        return smallest, most
+
+    def _check_buffer(self, buffer: int, batch: int, workers: Workers, what: str) -> None:
+        if buffer * len(workers) < batch:
+            raise ValueError(
+                f"The {self.name} engine has one buffer size for all workers, the smallest {what}: {buffer} x "
+                f"{len(workers)} workers is less than batch_size {batch}. Raise the smallest one, or use 'chunked'."
+            )
+
+
+@dataclass(frozen=True)
+class Auto(EngineSpec):
+    """The engine that suits the devices and the model: `chunked` on CPU and for mixed kinds, else `looped`."""
+
+    name: ClassVar[str] = "auto"
+
+    def resolve(self, workers: Workers, exact_sync: bool) -> tuple[EngineSpec, str]:
+        if exact_sync:
+            return Masked(self.max_rows), "the model synchronizes its statistics over all workers in the forward pass"
+        if len(workers.kinds) > 1:
+            return Chunked(self.max_rows), f"the workers are of {len(workers.kinds)} kinds"
+        if workers.devices[0].platform == "cpu":
+            return Chunked(self.max_rows), "XLA's loops are slow for convolutions on CPU"
+        return Looped(
+            self.max_rows
+        ), f"all workers are {workers.kinds[0]}: one program whose trip count follows the count"
+
+
+@dataclass(frozen=True)
+class Chunked(EngineSpec):
+    """The host drives each worker through a few compiled microbatch sizes, the rungs of a ladder.
+
+    Args:
+        max_rows: most rows that a worker computes at once; one number, or one per worker. Default: no limit.
+        rungs: the microbatch sizes. Default: chosen, compiled and added while training where they pay.
+        complete: compile the whole ladder before the first step instead of a part of it.
+    """
+
+    rungs: Sequence[int] | None = None
+    complete: bool = False
+    name: ClassVar[str] = "chunked"
+
+    def resolve(self, workers: Workers, exact_sync: bool) -> tuple[EngineSpec, str]:
+        return self, "as asked"
+
+    def build(
+        self,
+        program: Program,
+        workers: Workers,
+        clocks: Clocks,
+        *,
+        batch: int,
+        capacity: Whole = None,
+        quantum: int = 1,
+        priced_by_rows: bool = False,
+    ) -> Engine:
+        """A worker may get the whole batch unless `capacity` says less."""
+        capacity_W = self._capacities(batch, capacity, batch, quantum, workers)
+        return ChunkedEngine(
+            program,
+            workers,
+            clocks,
+            capacity_W=capacity_W,
+            max_rows_W=per_worker("max_rows", self.max_rows, int(capacity_W.max()), workers),
+            quantum=quantum,
+            rungs=self.rungs,
+            complete=self.complete,
+            priced_by_rows=priced_by_rows,
+        )
+
+
+@dataclass(frozen=True)
+class Looped(EngineSpec):
+    """One program over all workers whose trip count follows the count.
+
+    Args:
+        max_rows: most rows of a microbatch. Default: no limit.
+        micro: rows of a microbatch. Default: a sixteenth of the capacity, at least 16.
+    """
+
+    micro: int | None = None
+    name: ClassVar[str] = "looped"
+
+    def build(
+        self,
+        program: Program,
+        workers: Workers,
+        clocks: Clocks,
+        *,
+        batch: int,
+        capacity: Whole = None,
+        quantum: int = 1,
+        priced_by_rows: bool = False,
+    ) -> Engine:
+        """The capacity defaults to four times an equal share, as its buffer only costs memory."""
+        smallest, most = self._one_buffer(4, capacity, batch, quantum, workers)
+        self._check_buffer(smallest, batch, workers, "capacity")
+        micro = min(self.micro or max(16, smallest // 16), most)
+        return LoopedEngine(program, workers, clocks, capacity=smallest, micro=micro, quantum=quantum)
+
+
+@dataclass(frozen=True)
+class Masked(EngineSpec):
+    """One program over all workers on a fixed buffer with a mask: its time does not fall with the count.
+
+    The baseline, and the engine for models that talk across workers inside the forward pass.
+    """
+
+    name: ClassVar[str] = "masked"
+
+    def build(
+        self,
+        program: Program,
+        workers: Workers,
+        clocks: Clocks,
+        *,
+        batch: int,
+        capacity: Whole = None,
+        quantum: int = 1,
+        priced_by_rows: bool = False,
+    ) -> Engine:
+        """The capacity defaults to twice an equal share, as it computes its whole buffer at once."""
+        smallest, most = self._one_buffer(2, capacity, batch, quantum, workers)
+        smallest = min(smallest, most)
+        self._check_buffer(smallest, batch, workers, "capacity or max_rows")
+        return MaskedEngine(program, workers, clocks, capacity=smallest, quantum=quantum)
+
+
+ENGINES: dict[str, type[EngineSpec]] = {spec.name: spec for spec in (Auto, Chunked, Looped, Masked)}
+
+
+def as_spec(engine: str | EngineSpec) -> EngineSpec:
+    """The engine of this name, or the object as it is."""
+    if isinstance(engine, EngineSpec):
+        return engine
+    if engine not in ENGINES:
+        raise ValueError(
+            f"Unknown engine {engine!r}: use one of {', '.join(ENGINES)}, or an object such as "
+            "hetjax.Chunked(max_rows=256)."
+        )
+    return ENGINES[engine]()
+
+
+def per_worker(what: str, given: Whole, default: int, workers: Workers) -> np.ndarray:
+    """One whole number per worker from one number, a list, or the default."""
+    values = np.atleast_1d(np.asarray(default if given is None else given))
+    if not np.issubdtype(values.dtype, np.integer) or values.ndim != 1 or (values < 1).any():
+        raise ValueError(f"{what} must be whole numbers of at least 1, one for all workers or one each; got {given!r}.")
+    if len(values) not in (1, len(workers)):
+        raise ValueError(
+            f"{what} lists {len(values)} numbers for {len(workers)} workers: give one number, or one for each."
+        )
+    return np.broadcast_to(values.astype(np.int64), (len(workers),)).copy()
