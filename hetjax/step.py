@@ -14,7 +14,7 @@ import optax
 
 from hetjax import presets
 from hetjax.calibration import calibrate
-from hetjax.data.batches import HostBatch, as_batch, ends_together
+from hetjax.data.batches import HostBatch, as_batch, check_rows, ends_together, sample_of
 from hetjax.data.rows import Rows
 from hetjax.history import Record
 from hetjax.pipeline import Finished, LiveState, Pipeline, Requests
@@ -193,7 +193,7 @@ class Step:
         if live is None:
             if self.epoch_size is None:
                 presets.check_without_epochs(self.controller)
-            live = self.open(self.export(state), given.rows(0, 1))
+            live = self.open(self.export(state), sample_of(given))
         span = self._span(live.cursor, len(given))
         return self.run(live, given, span, self.plan(len(given), span.epoch))
 
@@ -230,7 +230,7 @@ class Step:
         for batch in batches:
             given = as_batch(batch, self.limit)
             if pipeline is None:
-                session = self.session(State(*core, None, None), given.rows(0, 1), train=False)
+                session = self.session(State(*core, None, None), sample_of(given), train=False)
                 reduce, placed = make_reduce(self.transport, self.workers, session.layout, unchanged, core)
                 pipeline = Pipeline(session, reduce, placed)
             span = Span(0, position, position + len(given))
@@ -319,7 +319,7 @@ class Step:
     def phase_times(self, state: AnyState, batch: Any, counts_W: np.ndarray) -> np.ndarray:
         """Seconds of each local worker for so many of these samples, with no sum after them: for measurements."""
         given = as_batch(batch, self.batch_size)
-        live = self._current(state) or self.open(self.export(state), given.rows(0, 1))
+        live = self._current(state) or self.open(self.export(state), sample_of(given))
         span, plan = Span(0, 0, int(counts_W.sum())), Plan(np.asarray(counts_W, np.int64))
         packed = live.pipeline.session.engine.pack(self._rows(given, span, plan), span, plan.counts_W, self.seed)
         return np.array([lap.seconds for lap in live.pipeline.phases(packed)])
@@ -397,8 +397,9 @@ class Step:
 
     def _push(self, pipeline: Pipeline, batch: HostBatch, span: Span, plan: Plan) -> Finished | None:
         engine = pipeline.session.engine
-        work_W = engine.limits().work(plan.counts_W)
-        packed = engine.pack(self._rows(batch, span, plan), span, plan.counts_W, self.seed)
+        work_W, rows = engine.limits().work(plan.counts_W), self._rows(batch, span, plan)
+        check_rows(rows.tree, engine.program.row)
+        packed = engine.pack(rows, span, plan.counts_W, self.seed)
         try:
             return pipeline.push(PlannedStep(pipeline.next, span, plan, work_W), packed)
         except BaseException:

@@ -15,7 +15,7 @@ import optax
 from hetjax import presets
 from hetjax import sync as syncs
 from hetjax.calibration import calibrate
-from hetjax.data.batches import FeedBatch, as_batch, is_stream
+from hetjax.data.batches import FeedBatch, as_batch, is_stream, sample_of
 from hetjax.data.feed import Feed
 from hetjax.data.memory import as_source
 from hetjax.data.rows import Rows
@@ -256,7 +256,7 @@ class Trainer:
         given = next(batches, None)
         if given is None:
             raise ValueError("The stream of batches is empty: there is nothing to train on.")
-        live, waited = step.open(state, as_batch(given, self.batch_size).rows(0, 1)), 0.0
+        live, waited = step.open(state, sample_of(as_batch(given, self.batch_size))), 0.0
 
         def advance(live: LiveState) -> tuple[LiveState, Record | None] | None:
             nonlocal given, waited

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from hetjax.data.feed import Feed
+from hetjax.data.feed import Feed, fetch_positions
 from hetjax.data.rows import Rows
 from hetjax.plan.sampler import Span
 from hetjax.run.agree import gather
@@ -63,6 +63,10 @@ class FeedBatch:
     def __len__(self) -> int:
         return self.span.batch
 
+    def sample(self) -> Tree:
+        """Its first row alone, for the shapes: nothing is sent for."""
+        return fetch_positions(self.feed.source, self.feed.order, self.span.epoch, self.span.start, self.span.start + 1)
+
     def rows(self, start: int, stop: int) -> Rows:
         first = self.span.start
         rows = Rows(*self.feed.take(self.span.epoch, first + start, first + stop))
@@ -74,6 +78,11 @@ class FeedBatch:
             at = self.following.start
             self.feed.prepare(self.following.epoch, at + begin, at + max(begin + 1, end))
         return rows
+
+
+def sample_of(batch: HostBatch) -> Tree:
+    """A row of a batch, to compile for."""
+    return batch.sample() if isinstance(batch, FeedBatch) else batch.rows(0, 1)
 
 
 def is_stream(source: Any) -> bool:
@@ -112,6 +121,18 @@ def _arrays(batch: Any) -> Tree:
 def _kind(batch: Any) -> str:
     inside = sorted({type(leaf).__name__ for leaf in jax.tree.leaves(batch)} - {type(batch).__name__})
     return f"a {type(batch).__name__}" + (f" of {', '.join(inside)}" if inside else "")
+
+
+def check_rows(tree: Tree, row: Tree) -> None:
+    """Refuse rows that are not shaped like the one that was compiled for."""
+    same_tree = jax.tree.structure(tree) == jax.tree.structure(row)
+    pairs = list(zip(jax.tree.leaves(tree), jax.tree.leaves(row), strict=False))
+    if not same_tree or any(x.shape[1:] != y.shape or x.dtype != y.dtype for x, y in pairs):
+        shown = lambda tree, cut: jax.tree.map(lambda x: f"{x.dtype}{list(x.shape[cut:])}", tree)
+        raise ValueError(
+            f"A sample of this batch is {shown(tree, 1)}, and the first batch had {shown(row, 0)}: every new shape "
+            "would compile anew. Pad samples to one shape."
+        )
 
 
 def ends_together(

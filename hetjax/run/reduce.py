@@ -48,7 +48,7 @@ class Reduce(Protocol):
     name: str
 
     def __call__(
-        self, core: Any, parts_w: Sequence[Parts], slots_w: Sequence[list[float]], step: PlannedStep
+        self, core: Any, parts_w: Sequence[Parts], slots_w: Sequence[list[float]], step: PlannedStep, /
     ) -> tuple[Any, Any]:
         """Sum and update.
 
@@ -67,11 +67,11 @@ class Reduce(Protocol):
         """The report of a step; waits for its sum."""
         ...
 
-    def replicas(self, core: Any, tail: Any) -> Replicas:
+    def replicas(self, core: Any, tail: Any, /) -> Replicas:
         """What the workers read in the next step; `tail` came with `core`, and is None before the first step."""
         ...
 
-    def state(self, core: Any, step: int, cursor: int) -> State:
+    def state(self, core: Any, step: int, cursor: int, /) -> State:
         """The state that `core` stands for, after so many steps and samples."""
         ...
 

@@ -64,6 +64,7 @@ class Engine(Protocol):
     """Compiles ahead in its constructor; after that, counts are data and nothing compiles."""
 
     name: str
+    program: Program
     workers: Workers
     compiling: bool  # a compile in the background disturbs the timings
 

@@ -1,0 +1,311 @@
+"""A step in one's own loop: the same training as the trainer's, for any batches, and sentences for mistakes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from problems import RandomPlans, distance, problem
+
+from hetjax import Chunked, LiveState, NonFiniteError, Simulation, State, Step, Trainer
+from hetjax.data import batches as host_batches
+from hetjax.plan.sampler import Sampler
+from hetjax.run.simulate import constant
+
+BATCH = 24
+
+
+def step_for(made, **options):
+    options = {
+        "batch_size": BATCH,
+        "controller": "equal",
+        "devices": jax.devices()[:2],
+        "engine": Chunked(rungs=[4, 24]),
+        **options,
+    }
+    return Step(made.loss_fn, options.pop("optimizer", optax.sgd(0.1)), **options)
+
+
+def epochs_of(made, epochs, batch=BATCH):
+    """Batches in the order of a trainer with seed 0: a generator, as a user's loader may be."""
+    order = Sampler(len(made.data["label"]), batch, 0)
+    cursor = 0
+    while cursor < epochs * order.size:
+        span = order.step(cursor)
+        index = order.indices(span.epoch, span.start, span.stop)
+        yield {name: values[index] for name, values in made.data.items()}
+        cursor += span.batch
+
+
+def run(step, state, loader):
+    reports = []
+    for batch in loader:
+        state, report = step(state, batch)
+        reports.append(report)
+    return state, [*reports, step.flush()]
+
+
+@pytest.mark.parametrize("controller", ["equal", "random"])
+def test_an_own_loop_and_the_trainer_are_the_same_run_to_the_bit(controller):
+    made = problem("mlp", samples=100)
+    law = lambda: RandomPlans(4) if controller == "random" else controller
+    options = {"ema_decay": 0.9, "optimizer": optax.adam(1e-2)}
+    with step_for(made, controller=law(), epoch_size=100, **options) as step:
+        state, reports = run(step, step.init(made.params), epochs_of(made, 2))
+        in_order = [{name: x[i : i + BATCH] for name, x in made.data.items()} for i in range(0, 100, BATCH)]
+        mine, whole = step.export(state), step.evaluate(state, in_order)
+    with Trainer(
+        made.loss_fn, optax.adam(1e-2), batch_size=BATCH, controller=law(), devices=jax.devices()[:2],
+        engine=Chunked(rungs=[4, 24]), ema_decay=0.9,
+    ) as trainer:  # fmt: skip
+        theirs, history = trainer.fit(trainer.init(made.params), made.data, epochs=2)
+        tested = trainer.evaluate(theirs, made.data)
+    assert reports[0] is None
+    assert [report.loss for report in reports[1:]] == history.losses
+    assert [report.step for report in reports[1:]] == [record.step for record in history.records]
+    assert (mine.step, mine.cursor) == (theirs.step, theirs.cursor)
+    for a, b in zip(jax.tree.leaves(mine.core), jax.tree.leaves(theirs.core), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert whole["loss"] == pytest.approx(tested["loss"], rel=1e-5)
+
+
+def test_the_counts_of_a_loop_follow_the_speeds_and_the_training_stays_that_of_one_device():
+    made = problem("mlp", samples=100)
+    losses = []
+    slow = Simulation(constant([1, 0.25]), row_time=1e-3)
+    for devices, controller, speeds in [(1, "equal", None), (2, "balanced", slow)]:
+        with step_for(made, controller=controller, devices=jax.devices()[:devices], speeds=speeds) as step:
+            _, reports = run(step, step.init(made.params), epochs_of(made, 4))
+        losses.append([report.loss for report in reports[1:]])
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
+    full = [report.counts_W for report in reports[3:] if report.counts_W.sum() == BATCH]
+    assert all(counts[0] > 2 * counts[1] for counts in full)
+    assert sum(report.changed for report in reports[1:]) >= 1
+    assert any(report.reason for report in reports[1:])
+    assert all(0 < report.efficiency < 1.1 for report in reports[1:])
+
+
+@pytest.mark.parametrize("kind", ["tuple", "nested", "jax", "array"])
+def test_batches_may_be_any_tree_of_arrays(kind):
+    x = np.random.default_rng(0).normal(size=(48, 4)).astype(np.float32)
+    shape = {
+        "tuple": (lambda rows: (rows, rows.sum(1)), lambda batch: (batch[0], batch[1])),
+        "nested": (lambda rows: {"in": [rows], "out": {"y": rows.sum(1)}}, lambda b: (b["in"][0], b["out"]["y"])),
+        "jax": (lambda rows: (jnp.asarray(rows), jnp.asarray(rows.sum(1))), lambda batch: batch),
+        "array": (lambda rows: rows, lambda rows: (rows, rows.sum(1))),
+    }
+    pack, unpack = shape[kind]
+
+    def loss_fn(params, batch, keys):
+        rows, y = unpack(batch)
+        return (rows @ params["w"] - y) ** 2
+
+    with Step(loss_fn, optax.sgd(0.1), batch_size=24, devices=jax.devices()[:2], engine=Chunked(rungs=[24])) as step:
+        state = step.init({"w": jnp.zeros(4)})
+        for start in (0, 24):
+            state, _ = step(state, pack(x[start : start + 24]))
+        w = jnp.zeros(4)
+        for start in (0, 24):
+            rows = x[start : start + 24]
+            w = w - 0.1 * jax.grad(lambda w, rows=rows: jnp.mean((rows @ w - rows.sum(1)) ** 2))(w)
+        np.testing.assert_allclose(state.params["w"], w, rtol=1e-5)
+
+
+def test_a_state_can_be_read_at_any_time_and_used_once():
+    made = problem("mlp")
+    batch = next(epochs_of(made, 1))
+    with step_for(made) as step:
+        start = step.init(made.params)
+        first, _ = step(start, batch)
+        seen = jax.tree.map(np.array, first.params)  # in the middle of things
+        second, report = step(first, batch)
+        assert isinstance(second, LiveState)
+        assert report.step == 1
+        assert distance(first.params, seen) == 0  # its buffers are still there while the second step runs
+        third, _ = step(second, batch)
+        with pytest.raises(ValueError, match="state after step 1 is gone: it was given to a step"):
+            _ = first.params
+        with pytest.raises(ValueError, match="Use the state that the last call returned"):
+            step(second, batch)
+        assert isinstance(jax.tree.map(np.asarray, third), State)
+        again, _ = step(start, batch)  # a plain state is copied, and begins anew
+        assert distance(again.params, seen) == 0
+        with pytest.raises(ValueError, match="belongs to a run that another state has replaced"):
+            step(third, batch)
+    with step_for(made) as other, pytest.raises(ValueError, match="or to another Step"):
+        other(again, batch)
+
+
+def test_reading_the_state_every_step_changes_nothing():
+    made, params = problem("mlp"), []
+    for reads in (False, True):
+        with step_for(made) as step:
+            state = step.init(made.params)
+            for batch in epochs_of(made, 2):
+                state, _ = step(state, batch)
+                if reads:
+                    step.flush()
+                    _ = state.params
+            params.append(jax.tree.map(np.asarray, state.params))
+    assert distance(*params) == 0
+
+
+class Lazy:
+    """A batch that notes which of its rows were asked for."""
+
+    def __init__(self, tree):
+        self.tree, self.asked = tree, []
+
+    def __len__(self):
+        return len(self.tree["label"])
+
+    def rows(self, start, stop):
+        self.asked.append((start, stop))
+        return {name: values[start:stop] for name, values in self.tree.items()}
+
+
+def test_a_batch_may_fetch_its_rows_when_they_are_asked_for():
+    made = problem("mlp")
+    batches = list(epochs_of(made, 1))
+    params = []
+    for kind in (lambda batch: batch, Lazy):
+        with step_for(made) as step:
+            state, _ = run(step, step.init(made.params), map(kind, batches))
+            params.append(jax.tree.map(np.asarray, state.params))
+    assert distance(*params) == 0
+    lazy = Lazy(batches[0])
+    with step_for(made) as step:
+        step(step.init(made.params), lazy)
+    assert lazy.asked == [(0, 1), (0, BATCH)]  # one for the shapes
+
+
+def test_a_nan_stops_a_loop_and_leaves_a_state_to_go_on_with():
+    made = problem("mlp", samples=96)
+    good, bad = list(epochs_of(made, 1))[:2]
+    bad["image"][3] = np.nan
+    with step_for(made) as step:
+        state, _ = step(step.init(made.params), good)
+        before = jax.tree.map(np.array, state.params)
+        state, _ = step(state, bad)
+        with pytest.raises(NonFiniteError, match="Step 2"):
+            step(state, good)
+        assert distance(state.params, before) == 0
+        state, _ = step(state, good)
+        assert distance(state.params, before) > 0
+    with step_for(made, on_nonfinite="skip") as step:
+        state, reports = run(step, step.init(made.params), [good, bad, good])
+        assert [report.nonfinite for report in reports[1:]] == [(), (0,), ()]
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        ({"image": np.zeros((25, 8, 8, 1)), "label": np.zeros(25)}, "has 25 samples; expected 1 to 24"),
+        ({"image": np.zeros((0, 8, 8, 1)), "label": np.zeros(0)}, "has 0 samples"),
+        ({"image": np.zeros((3, 8, 8, 1)), "label": np.zeros(4)}, "same number of rows, but they have"),
+        ({"image": 3.0, "label": np.zeros(4)}, "first axis counts the samples; got a dict of"),
+        ({}, "first axis counts the samples; got a dict"),
+        ({"image": np.zeros((24, 3)), "label": np.zeros(24, np.int32)}, "Pad samples to one shape"),
+        ([[1, 2], [3]], "first axis counts the samples"),
+        (np.array([None, "a"], object), "arrays of numbers"),
+    ],
+)
+def test_a_bad_batch_gets_a_sentence_and_costs_nothing(batch, words):
+    made = problem("mlp")
+    good = next(epochs_of(made, 1))
+    with step_for(made) as step:
+        state, _ = step(step.init(made.params), good)
+        with pytest.raises(ValueError, match=words):
+            step(state, batch)
+        state, report = step(state, good)
+        assert report.step == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"strategy": "hogbatch", "controller": None}, "Use hetjax.Trainer with it"),
+        ({"sync": "adaptive-sgd", "controller": None}, "Use hetjax.Trainer with it"),
+        ({"engine": "warp"}, "Unknown engine 'warp'"),
+        ({"transport": "pigeon"}, "Unknown transport"),
+        ({"controller": "best"}, "There is no controller 'best'"),
+        ({"controller": 5}, "expected a name such as 'balanced'"),
+        ({"controller": "fixed"}, "needs shares"),
+        ({"controller": "fixed:1,2,3"}, "Got 3 shares for 2 workers"),
+        ({"controller": "fixed:gpu=4"}, "none fit cpu"),
+        ({"controller": "fixed:1,x"}, "expected numbers such as"),
+        ({"controller": "equal:3"}, "There is no controller 'equal:3'"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_at_once(options, words):
+    with pytest.raises(ValueError, match=words):
+        step_for(problem("mlp"), **options)
+
+
+def test_what_needs_epochs_asks_for_them():
+    made = problem("mlp")
+    batch = next(epochs_of(made, 1))
+    with step_for(made, controller="dbs") as step, pytest.raises(ValueError, match="give Step epoch_size"):
+        step(step.init(made.params), batch)
+    with step_for(made, controller="equal", sync="daso") as step, pytest.raises(ValueError, match="epoch_size"):
+        step(step.init(made.params), batch)
+    with step_for(made, sync="daso", epoch_size=len(made.data["label"]), epochs=2) as step:
+        _, reports = run(step, step.init(made.params), epochs_of(made, 2))
+        assert reports[-1].loss < reports[1].loss
+
+
+@pytest.mark.parametrize(("shares", "counts"), [("3,1", [18, 6]), ("cpu=1", [12, 12]), ("1,0", [24, 0])])
+def test_fixed_counts_are_those_that_were_asked_for(shares, counts):
+    made = problem("mlp")
+    with step_for(made, controller=f"fixed:{shares}") as step:
+        _, reports = run(step, step.init(made.params), epochs_of(made, 1))
+    assert reports[1].counts_W.tolist() == counts
+
+
+def test_the_trainer_takes_a_stream_of_batches():
+    made = problem("mlp", samples=100)
+    with step_for(made) as step:
+        state, reports = run(step, step.init(made.params), epochs_of(made, 2))
+        mine = jax.tree.map(np.asarray, state.params)
+    with Trainer(made.loss_fn, optax.sgd(0.1), batch_size=BATCH, controller="equal", devices=jax.devices()[:2],
+                 engine=Chunked(rungs=[4, 24])) as trainer:  # fmt: skip
+        theirs, history = trainer.fit(trainer.init(made.params), epochs_of(made, 2))
+        assert history.losses == [report.loss for report in reports[1:]]
+        assert distance(theirs.params, mine) == 0
+        _, short = trainer.fit(trainer.init(made.params), epochs_of(made, 2), steps=3)
+        assert short.losses == history.losses[:3]
+        for options, words in (({"epochs": 1}, "no known length"), ({"steps": 0}, "no known length")):
+            with pytest.raises(ValueError, match=words):
+                trainer.fit(theirs, epochs_of(made, 2), **options)
+        with pytest.raises(ValueError, match="is empty"):
+            trainer.fit(theirs, iter(()))
+
+
+@pytest.mark.parametrize("lengths", [(5, 3), (3, 5), (4, 4), (1, 4), (4, 1), (0, 2), (2, 9), (6, 2, 7)])
+def test_loaders_of_unequal_length_end_together(lengths, monkeypatch, caplog):
+    """All processes at once, in lockstep: what they have left is known two steps later, as with real sums."""
+    monkeypatch.setattr(host_batches, "gather", lambda own: [min(length, 2) for length in lengths])
+
+    class Asked:
+        left = 2
+
+    requests = [Asked() for _ in lengths]
+    table = {}
+    loaders = [
+        host_batches.ends_together(iter(range(length)), asked, table.__getitem__, range(len(lengths)), 0)
+        for length, asked in zip(lengths, requests, strict=True)
+    ]
+    made = 0
+    while True:
+        got = [next(loader, None) for loader in loaders]
+        if None in got:
+            assert set(got) == {None}
+            break
+        assert set(got) == {made}
+        table[made] = np.array([asked.left for asked in requests])
+        table.pop(made - 2, None)
+        made += 1
+    assert made == min(lengths)
+    said = [record.getMessage() for record in caplog.records]
+    assert all(f"process {np.argmin(lengths)}" in line for line in said if max(lengths) > min(lengths))
+    assert len([line for line in said if "this one has more" in line]) == sum(n > min(lengths) for n in lengths)
