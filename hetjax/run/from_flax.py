@@ -51,11 +51,11 @@ def from_nnx(model: nnx.Module, example_loss: ExampleLoss) -> FlaxModel:
         return told, nnx.state(live, nnx.BatchStat)
 
     def eval_one(params: Tree, stats: Tree, example: Tree, key: jax.Array) -> tuple[Any, Tree]:
-        live = nnx.merge(eval_graph, params, stats, streams, rest)
+        live = nnx.merge(eval_graph, params, stats, streams, rest, copy=True)
         return example_loss(live, example, None), ()
 
     def merge(params: Tree, model_state: Tree) -> nnx.Module:
-        return nnx.merge(eval_graph, params, model_state if stateful else stats, streams, rest)
+        return nnx.merge(eval_graph, params, model_state if stateful else stats, streams, rest, copy=True)
 
     return _contract(train_one, eval_one, params, stats, groups, merge)
 
