@@ -31,6 +31,7 @@ from hetjax.run.clocks import no_hold
 from hetjax.run.compiles import compiles
 from hetjax.run.engines.choose import per_worker
 from hetjax.run.engines.protocol import Replicas
+from hetjax.run.optimizer import check_optimizer, check_params, init_optimizer
 from hetjax.run.reduce import Reduce, make_reduce
 from hetjax.run.session import Session, open_session, shapes
 from hetjax.run.simulate import Simulation, constant
@@ -97,6 +98,7 @@ class Trainer:
     ):
         if not callable(loss_fn):
             raise TypeError(f"loss_fn must be a function of (params, batch, keys), got {type(loss_fn).__name__}.")
+        check_optimizer(optimizer)
         if not isinstance(batch_size, int | np.integer) or batch_size < 1:
             raise ValueError(
                 f"batch_size is the number of samples per step over all workers, at least 1; got {batch_size!r}."
@@ -165,10 +167,9 @@ class Trainer:
 
     def init(self, params: Tree, model_state: Tree = None) -> State:
         """The state before the first step. `params` is any tree of arrays, the same on all hosts."""
-        if not jax.tree.leaves(params):
-            raise ValueError("params holds no arrays: there is nothing to train.")
+        check_params(params, self.sync.name)
         ema = None if self.ema_decay is None else jax.tree.map(lambda p: p, params)
-        return State(params, model_state, jax.jit(self.optimizer.init)(params), ema)
+        return State(params, model_state, init_optimizer(self.optimizer, params), ema)
 
     def fit(
         self,

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 
-from hetjax.run.contract import Example
+from hetjax.run.contract import Example, as_example
 from hetjax.run.norm import BatchNorm, over_groups
 
 Tree = Any
@@ -108,7 +108,7 @@ def _contract(
     quantum = math.lcm(*groups) if groups else 1
     if not stateful:
         run = lambda one: (
-            lambda params, batch, keys_b: _as_example(
+            lambda params, batch, keys_b: as_example(
                 jax.vmap(lambda example, key: one(params, stats, example, key)[0])(batch, keys_b)
             )
         )
@@ -120,18 +120,14 @@ def _contract(
         wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))
         total = lambda x: jnp.sum(jnp.where(mask_b.reshape(-1, *[1] * (x.ndim - 1)), wide(x), 0), axis=0)
         count = jnp.sum(mask_b, dtype=jnp.float32)
-        return _as_example(told), (jax.tree.map(total, stats_b), count)
+        return as_example(told), (jax.tree.map(total, stats_b), count)
 
     def eval_fn(params: Tree, state: Tree, batch: Tree, keys_b: jax.Array, mask_b: jax.Array) -> tuple[Example, Tree]:
         told = jax.vmap(lambda example, key: eval_one(params, state, example, key)[0])(batch, keys_b)
-        return _as_example(told), ()
+        return as_example(told), ()
 
     loss_fn.quantum = quantum  # type: ignore[attr-defined]
     return FlaxModel(loss_fn, eval_fn, params, stats, merge)
-
-
-def _as_example(told: Any) -> Example:
-    return told if isinstance(told, Example) else Example(told)
 
 
 def _rekeyed(streams: Tree, key: jax.Array) -> Tree:

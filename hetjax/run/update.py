@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from hetjax.run.layout import Sums
+from hetjax.run.optimizer import has_gradient, trainable, with_trained
 
 Tree = Any
 Core = tuple[Tree, Tree, Tree, Tree]  # params, model_state, opt_state, ema: what the devices hold
@@ -63,19 +64,23 @@ def optimiser_step(
     """g = (sum over workers of the sum of per-example gradients) / (sum of weights), then any optax update.
 
     Clipping belongs into the optimiser: here it sees the whole batch's gradient. The reduce applies it only where all
-    sums are finite.
+    sums are finite. An optimizer that takes the loss (`value`, as reduce_on_plateau does) is given that of the step.
     """
+    update = optax.with_extra_args_support(optimizer).update
 
     def finish(core: Core, sums: Sums) -> Core:
         params, model_state, opt_state, ema = core
-        grads = jax.tree.map(lambda g, p: (g / sums.weight).astype(p.dtype), sums.grads, params)
-        updates, new_opt_state = optimizer.update(grads, opt_state, params)
-        new_params = optax.apply_updates(params, updates)
+        trained = trainable(params)
+        grads = jax.tree.map(lambda g, p: (g / sums.weight).astype(p.dtype), sums.grads, trained)
+        updates, new_opt_state = update(grads, opt_state, trained, value=sums.loss / sums.weight)
+        new_params = with_trained(params, optax.apply_updates(trained, updates))
         new_state = model_state if advance is None else advance(model_state, sums.state_sums)
         new_ema = (
             ema
             if ema_decay is None
-            else jax.tree.map(lambda e, p: ema_decay * e + (1 - ema_decay) * p, ema, new_params)
+            else jax.tree.map(
+                lambda e, p: ema_decay * e + (1 - ema_decay) * p if has_gradient(p) else p, ema, new_params
+            )
         )
         return new_params, new_state, new_opt_state, new_ema
 

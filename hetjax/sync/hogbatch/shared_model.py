@@ -88,11 +88,11 @@ class SharedModel:
 def _scaled(optimizer: optax.GradientTransformation, scale: jax.Array) -> optax.GradientTransformation:
     """An optimiser whose updates are taken `scale` times; its state is that of the optimiser itself."""
 
-    def update(grads: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
-        updates, state = optimizer.update(grads, state, params)
+    def update(grads: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
+        updates, state = optax.with_extra_args_support(optimizer).update(grads, state, params, **extra)
         return jax.tree.map(lambda u: (scale * u).astype(u.dtype), updates), state
 
-    return optax.GradientTransformation(optimizer.init, update)
+    return optax.GradientTransformationExtraArgs(optimizer.init, update)
 
 
 def home_device(devices: tuple[jax.Device, ...]) -> jax.Device:
