@@ -31,6 +31,7 @@ from hetjax.run.clocks import no_hold
 from hetjax.run.compiles import compiles
 from hetjax.run.engines.choose import per_worker
 from hetjax.run.engines.protocol import Replicas
+from hetjax.run.model_state import check_model_state, probe_indices, warn_of_idle_workers
 from hetjax.run.optimizer import check_optimizer, check_params, init_optimizer
 from hetjax.run.reduce import Reduce, make_reduce
 from hetjax.run.session import Session, open_session, shapes
@@ -56,7 +57,7 @@ class Trainer:
     """Trains a model data-parallel on workers of unequal and changing speed.
 
     loss_fn      one loss per example; see `hetjax.run.contract` (with model state: the signature with `state, mask_b`)
-    optimizer    any optax optimiser; clipping inside it sees the gradient of the whole global batch
+    optimizer    any optax optimizer without a line search; clipping inside it sees the gradient of the global batch
     batch_size   samples per step over all workers, constant
     controller   a name ('balanced', 'equal', 'static', ...) or an object of the `Controller` protocol
     partition    'global': any samples of the batch for any worker; 'proportional': shards, cut once an epoch; or
@@ -459,6 +460,8 @@ class Trainer:
             if known.key == str(shape):
                 return known
             known.close()
+        if train:
+            self._check_model(state, source)
         options = {
             "engine": self.engine,
             "batch": self._batch,
@@ -488,6 +491,16 @@ class Trainer:
             )
         self._sessions[train] = session
         return session
+
+    def _check_model(self, state: State, source: Source) -> None:
+        """Before anything is compiled for training: a model state that would go wrong, and workers left idle."""
+        if not isinstance(self.sync, Asynchronous):  # under which a batch is one worker's
+            nodes = jax.process_count() if self._own_node else 1
+            warn_of_idle_workers(self.batch_size, self.quantum, len(self.workers) * nodes)
+        if state.model_state is not None:
+            rows = fetch(source, probe_indices(len(source), self.quantum))
+            device = self.workers.devices[self.workers.local[0]]
+            check_model_state(self.loss_fn, self.advance, state, rows, device)
 
     def _calibrate(self, session: Session, replicas: Replicas, source: Source) -> None:
         assert self.simulation is not None

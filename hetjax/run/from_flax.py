@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,9 @@ def from_nnx(model: nnx.Module, example_loss: ExampleLoss) -> FlaxModel:
     Each example runs by vmap with its own random streams, so dropout does not depend on the split: `rngs` to pass on
     in a call, and the streams that layers of the model hold are set from the same key. In evaluation `rngs` is None and
     the model is in `.eval()` mode.
+
+    Parameters and `nnx.BatchStat` variables are kept from step to step; every example finds all other variables as the
+    model was given. Batch normalization has to be `hetjax.BatchNorm`.
     """
     groups = _groups(model)
     trained, evaluated = nnx.clone(model), nnx.clone(model)
@@ -71,8 +74,8 @@ def from_linen(
     """`example_loss(apply, example)` gives the loss of one example; `apply(x, ...)` calls the module on it.
 
     `variables` come from `module.init`. Dropout gets the example's own key under 'dropout'. `eval_module` is the module
-    for evaluation where modes are fixed at construction (`use_running_average=True`, `deterministic=True`); `group`
-    is that of its LinenBatchNorm layers.
+    for evaluation where modes are fixed at construction (`use_running_average=True`, `deterministic=True`). Batch
+    normalization has to be `hetjax.LinenBatchNorm`, and `group` is that of these layers.
     """
     params = variables["params"]
     stats = variables.get("batch_stats", {})
@@ -85,7 +88,8 @@ def from_linen(
         def apply(*args: Any, **kwargs: Any) -> Any:
             nonlocal seen
             tree = {"params": params, "batch_stats": stats, **fixed}
-            out, changed = module.apply(tree, *args, rngs={"dropout": key}, mutable=["batch_stats"], **kwargs)
+            with linen.intercept_methods(_refuse_batch_norm):
+                out, changed = module.apply(tree, *args, rngs={"dropout": key}, mutable=["batch_stats"], **kwargs)
             seen = changed.get("batch_stats", stats)
             return out
 
@@ -143,10 +147,24 @@ def _groups(model: nnx.Module) -> list[int]:
     groups = []
     for path, module in nnx.iter_modules(model):
         if isinstance(module, nnx.BatchNorm):
-            raise ValueError(
-                f"The layer {'.'.join(map(str, path))} is flax.nnx.BatchNorm, whose statistics depend on how the batch "
-                "is split among workers. Use hetjax.BatchNorm (fixed groups of the global batch) or GroupNorm."
-            )
+            raise _batch_norm(path, "flax.nnx.BatchNorm", "hetjax.BatchNorm")
         if isinstance(module, BatchNorm):
             groups.append(module.group)
     return groups
+
+
+def _refuse_batch_norm(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+    """An interceptor of Linen's methods; a BatchNorm that only uses its running averages may stay."""
+    layer = context.module
+    if isinstance(layer, linen.BatchNorm) and context.method_name == "__call__":
+        given = args[1] if len(args) > 1 else kwargs.get("use_running_average")
+        if not (layer.use_running_average if given is None else given):
+            raise _batch_norm(layer.path, "flax.linen.BatchNorm", "hetjax.LinenBatchNorm")
+    return call(*args, **kwargs)
+
+
+def _batch_norm(path: Iterable[Any], given: str, instead: str) -> ValueError:
+    return ValueError(
+        f"The layer {'.'.join(map(str, path))} is {given}, whose statistics depend on how the batch is split among "
+        f"workers. Use {instead} (fixed groups of the global batch), GroupNorm or LayerNorm."
+    )

@@ -55,6 +55,7 @@ def running_average(momentum: float = 0.9) -> Callable[[Tree, Tree], Tree]:
         blend = lambda old, total: (momentum * old + (1 - momentum) * total / safe).astype(old.dtype)
         return jax.tree.map(blend, model_state, sums)
 
+    advance.momentum = momentum  # type: ignore[attr-defined]
     return advance
 
 
