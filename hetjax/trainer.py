@@ -33,7 +33,7 @@ from hetjax.run.engines.choose import per_worker
 from hetjax.run.engines.protocol import Replicas
 from hetjax.run.reduce import Reduce, make_reduce
 from hetjax.run.session import Session, open_session, shapes
-from hetjax.run.simulate import Simulation, constant
+from hetjax.run.simulate import Simulation, constant, of_survivors
 from hetjax.run.update import State, running_average, unchanged
 from hetjax.run.workers import Workers
 from hetjax.sync import AnySync, Asynchronous
@@ -155,7 +155,10 @@ class Trainer:
 
     def _simulation(self, speeds: Sequence[float] | Simulation | None) -> Simulation | None:
         simulation = speeds if speeds is None or isinstance(speeds, Simulation) else Simulation(constant(speeds))
-        if simulation is not None and (given := len(simulation.trace(0)[0])) != len(self.workers):
+        if simulation is None:
+            return None
+        simulation.trace = of_survivors(simulation.trace, len(self.workers))
+        if (given := len(simulation.trace(0)[0])) != len(self.workers):
             raise ValueError(
                 f"Speeds were given for {given} workers, but there are {len(self.workers)}: give one speed each."
             )
