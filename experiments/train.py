@@ -151,11 +151,12 @@ def train(
 
     What earlier runs left there and in the other folders that it `replaces` is gone after its first step.
     """
-    if config.output.resume and (folder / "summary.json").is_file():
-        console.print(f"{name}: finished already, see {folder}", soft_wrap=True, highlight=False)
-        return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     task = train_setup.make_task_of(config)
     steps, epochs = train_setup.duration(config)
+    finished = train_output.finished(folder, steps, epochs * len(task.train)) if config.output.resume else None
+    if finished is not None:
+        console.print(f"{name}: finished already, see {folder}", soft_wrap=True, highlight=False)
+        return finished
     total_steps = steps or -(-len(task.train) // config.data.batch_size) * epochs
     partition = train_blocks.partition_of(config, strategy, task, devices, simulation, folder, console)
     trainer = Trainer(
@@ -223,7 +224,9 @@ def train(
     if jax.process_index() != 0:
         return {"row_time": row_time()}
     summary = train_output.summary(name, strategy, folder, history, tested, int(state.cursor)) | {
-        "row_time": row_time()
+        "row_time": row_time(),
+        "last_step": int(state.step),
+        "cursor": int(state.cursor),
     }
     tracker.summary(summary)
     tracker.close()
@@ -237,6 +240,10 @@ def beginning(config: Config, trainer: Trainer, fresh: State, folder: Path) -> t
     found = checkpoint.restore_latest(folder / CHECKPOINTS, fresh, trainer)
     if found is None:
         return fresh, 0.0
+    if config.optimiser.schedule == "cosine":
+        saved = train_config.with_values(config, found.extra.get("config", {}))
+        was, now = train_setup.length(saved), train_setup.length(config)
+        train_output.warn_of_new_length(was, now, found.state.step)
     if trainer.simulation is not None:
         trainer.simulation.row_time = found.extra["row_time"]
     return found.state, found.extra["seconds"]

@@ -95,6 +95,12 @@ def duration(config: Config) -> tuple[int | None, int]:
     return steps, epochs or DEFAULT_EPOCHS
 
 
+def length(config: Config) -> str:
+    """How long to train, as the flag that says it."""
+    steps, epochs = duration(config)
+    return f"--epochs {epochs}" if steps is None else f"--steps {steps}"
+
+
 def optimizer(config: Config, steps: int, *, scheduled: bool = True) -> optax.GradientTransformation:
     """`scheduled`: not for a sync that follows the schedule by itself (see `schedule`)."""
     asked, rate = config.optimiser, learning_rate(config)

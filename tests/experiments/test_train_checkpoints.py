@@ -113,6 +113,35 @@ def test_the_one_before_a_damaged_checkpoint_is_resumed_from_with_a_warning(tmp_
     np.testing.assert_allclose(read_run(folder).loss_S, read_run(tmp_path / "whole").loss_S, rtol=1e-4)
 
 
+@pytest.mark.parametrize("length", ["steps", "epochs"])
+def test_a_finished_run_can_be_made_longer(length, tmp_path, tiny, capsys):
+    """Steps and epochs are totals: the longer run is that of a program that was never stopped."""
+    flags = [*tiny(), "--devices", "2", "--strategy", "equal", "--schedule", "constant"]
+    short, long = {"steps": (4, 12), "epochs": (1, 3)}[length]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert train.main([*flags, f"--{length}", str(long), "--out", str(whole)]) == 0
+    assert train.main([*flags, f"--{length}", str(short), "--out", str(parts)]) == 0
+    resume = ["--resume", "--out", str(parts), "--devices", "2"]
+    assert train.main([*resume, f"--{length}", str(long)]) == 0
+    assert "finished already" not in capsys.readouterr().out
+    np.testing.assert_allclose(read_run(parts).loss_S, read_run(whole).loss_S, rtol=1e-5)
+    told = [json.loads((folder / "summary.json").read_text()) for folder in (parts, whole)]
+    for key in ("steps", "samples", "last_step", "cursor"):
+        assert told[0][key] == told[1][key]
+    for asked in ([], [f"--{length}", str(long)], [f"--{length}", str(short)]):
+        assert train.main([*resume, *asked]) == 0
+        assert "finished already" in capsys.readouterr().out
+
+
+def test_a_cosine_over_more_steps_than_before_is_named(tmp_path, tiny, capsys):
+    flags = [*tiny(), "--devices", "1", "--strategy", "equal", "--out", str(tmp_path / "run")]
+    assert train.main([*flags, "--steps", "2"]) == 0
+    assert train.main([*flags, "--steps", "4", "--resume"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "Steps 1 to 2 followed the cosine schedule of a run of --steps 2" in told
+    assert len(rows(tmp_path / "run")) == 4
+
+
 def test_infinity_stops_the_run_names_step_and_worker_and_keeps_the_last_good_checkpoint(tmp_path, tiny, capsys):
     poisoned = int(Sampler(SAMPLES, BATCH).indices(0, 4 * BATCH - 1, 4 * BATCH)[0])  # the last one of step 4
     folder = tmp_path / "run"
