@@ -245,8 +245,8 @@ def beginning(config: Config, trainer: Trainer, fresh: State, folder: Path) -> t
         was, now = train_setup.length(saved), train_setup.length(config)
         train_output.warn_of_new_length(was, now, found.state.step)
     if trainer.simulation is not None:
-        trainer.simulation.row_time = found.extra["row_time"]
-    return found.state, found.extra["seconds"]
+        trainer.simulation.row_time = found.extra.get("row_time")
+    return found.state, found.extra.get("seconds", 0.0)
 
 
 if __name__ == "__main__":

@@ -80,9 +80,12 @@ def check(path: Path) -> None:
         promised = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if not isinstance(promised, dict):
             raise ValueError("it is no list of files")
-    except (FileNotFoundError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise Damaged(f"{path} is no whole checkpoint: its {MANIFEST} is missing or broken ({error}).") from error
-    found = _digests(path)
+    try:
+        found = _digests(path)
+    except OSError as error:
+        raise Damaged(f"The checkpoint {path} cannot be read: {error}.") from error
     for name in sorted(promised.keys() | found.keys()):
         if promised.get(name) != found.get(name):
             what = "is missing" if name not in found else "was added" if name not in promised else "has changed"
