@@ -7,7 +7,7 @@
 
 From top to bottom: configuration, processes, devices, then for each run data, model, trainer, run folder; a table at
 the end. The flags are in train_config.py, what they mean in train_setup.py, the output in train_output.py, what
-becomes of an earlier run in the same folder in train_takeover.py.
+becomes of an earlier run in the same folder, and that no other run uses it, in train_takeover.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import train_output
 import train_setup
 from rich.console import Console
 from train_config import Config
-from train_takeover import CHECKPOINTS, Takeover
+from train_takeover import CHECKPOINTS, Takeover, sole_use
 
 from hetjax import checkpoint, watch
 from hetjax.history import History
@@ -111,6 +111,20 @@ def run(config: Config, processes: int, heart: Heartbeat | None, console: Consol
     same(resume=config.output.resume, **told)
     folder, method = config.folder, train_setup.method(config, processes)
     train_blocks.check_flags(config)
+    with sole_use(folder):
+        run_in(folder, config, method, devices, simulation, heart, console)
+
+
+def run_in(
+    folder: Path,
+    config: Config,
+    method: dict[str, Any],
+    devices: list[jax.Device],
+    simulation: Simulation | None,
+    heart: Heartbeat | None,
+    console: Console,
+) -> None:
+    """The same with everything found, in a folder that no other run uses."""
     if not config.compares:
         name, strategy = resolve(**method)
         summary = train(config, name, strategy, folder, [folder], devices, simulation, heart, console)

@@ -13,7 +13,20 @@ it is checked when it is read; checkpoints of older formats can be read, those o
 
 from hetjax.checkpoint.folder import Damaged, latest
 from hetjax.checkpoint.form import FORMAT, NewerFormat
+from hetjax.checkpoint.lock import FolderLock, InUse
 from hetjax.checkpoint.resume import Found, restore, restore_latest
 from hetjax.checkpoint.saver import Saver, save
 
-__all__ = ["FORMAT", "Damaged", "Found", "NewerFormat", "Saver", "latest", "restore", "restore_latest", "save"]
+__all__ = [
+    "FORMAT",
+    "Damaged",
+    "FolderLock",
+    "Found",
+    "InUse",
+    "NewerFormat",
+    "Saver",
+    "latest",
+    "restore",
+    "restore_latest",
+    "save",
+]

@@ -11,6 +11,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from hetjax.checkpoint.lock import FolderLock, InUse
+
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step_(\d{8,})")
 
@@ -19,14 +21,16 @@ class Damaged(ValueError):
     """A checkpoint is not what was written."""
 
 
-def prepare(folder: Path) -> None:
-    """Make the folder and see that it can be written to, before hours of training depend on it."""
+def prepare(folder: Path, lock: FolderLock) -> None:
+    """Make and lock the folder and see that it can be written to, before hours of training depend on it."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        lock.hold()
         for draft in folder.glob("draft_*"):  # a program ended while it wrote
             shutil.rmtree(draft)
         with tempfile.TemporaryFile(dir=folder):
             pass
+    except InUse:
+        raise
     except OSError as error:
         raise OSError(
             f"Checkpoints cannot be written to {folder}: {error.strerror or error}. Give a folder on a disk with space "
@@ -34,14 +38,15 @@ def prepare(folder: Path) -> None:
         ) from error
 
 
-def write(folder: Path, step: int, fill: Callable[[Path], None], keep: int) -> Path:
+def write(folder: Path, lock: FolderLock, step: int, fill: Callable[[Path], None], keep: int) -> Path:
     """Add the checkpoint of a step, which `fill` writes into the folder it is given; forget all but the last `keep`.
 
-    Later ones, damaged or of a future not taken, are set aside until the run is as far again. Whatever goes wrong, the
-    checkpoints that were there stay as they are.
+    The folder is locked before, and stays so. Later ones, damaged or of a future not taken, are set aside until the run
+    is as far again. Whatever goes wrong, the checkpoints that were there stay as they are.
     """
     final, draft = folder / f"step_{step:08d}", folder / f"draft_{step:08d}"
     try:
+        lock.hold()
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         fill(draft)
@@ -50,6 +55,8 @@ def write(folder: Path, step: int, fill: Callable[[Path], None], keep: int) -> P
             _set_aside(later)
         draft.rename(final)
         _flush(folder)
+    except InUse:
+        raise
     except Exception as error:  # Orbax has errors of its own for a full disk
         shutil.rmtree(draft, ignore_errors=True)
         raise OSError(

@@ -122,7 +122,7 @@ def test_what_was_not_finished_is_not_there(stage, tmp_path, monkeypatch):
     assert newest(tmp_path) == 20
     (tmp_path / "draft_00000030").mkdir()  # of a program that was killed
     assert newest(tmp_path) == 20
-    checkpoint.Saver(tmp_path, FakeTrainer())
+    checkpoint.Saver(tmp_path, FakeTrainer()).close()
     assert names(tmp_path) == ["step_00000010", "step_00000020"]
 
 

@@ -3,8 +3,10 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -111,6 +113,32 @@ def test_the_one_before_a_damaged_checkpoint_is_resumed_from_with_a_warning(tmp_
     assert "run.json has changed since it was written" in told
     assert f"goes on after step {before}" in told
     np.testing.assert_allclose(read_run(folder).loss_S, read_run(tmp_path / "whole").loss_S, rtol=1e-4)
+
+
+def test_a_second_run_in_the_same_folder_is_refused_and_changes_nothing(tmp_path, tiny, monkeypatch):
+    """Also one that compares, whose runs have folders of their own in it, and one of several processes."""
+    flags = [*tiny(), "--devices", "1", "--steps", "4", "--out", str(tmp_path / "run")]
+    several = ["-m", "hetjax", "launch", "--processes", "2", "--"]
+    second, tell = [], watch.Follow.__call__
+
+    def told(self, record, state):
+        tell(self, record, state)
+        if record.step == 2:
+            before = sorted(tmp_path.rglob("*"))
+            environment = os.environ | {"PYTHONPATH": str(Path(checkpoint.__file__).parents[2])}
+            for way, more in (([], ["--strategy", "balanced"]), ([], []), (several, ["--strategy", "equal"])):
+                command = [sys.executable, *way, train.__file__, *flags, *more]
+                second.append(subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120))
+            assert sorted(tmp_path.rglob("*")) == before
+
+    monkeypatch.setattr(watch.Follow, "__call__", told)
+    assert train.main([*flags, "--strategy", "equal"]) == 0
+    for done in second:
+        assert done.returncode == 2, done.stderr
+        assert f"{tmp_path / 'run'} is in use by another program: process {os.getpid()} on host" in done.stderr
+        assert "Traceback" not in done.stderr
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4]
+    assert not list(tmp_path.rglob(".lock"))
 
 
 @pytest.mark.parametrize("length", ["steps", "epochs"])
