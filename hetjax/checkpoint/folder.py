@@ -59,9 +59,10 @@ def write(folder: Path, lock: FolderLock, step: int, fill: Callable[[Path], None
         raise
     except Exception as error:  # Orbax has errors of its own for a full disk
         shutil.rmtree(draft, ignore_errors=True)
+        why = getattr(error, "strerror", None) or error
         raise OSError(
-            f"The checkpoint of step {step} could not be written to {folder}: {error}. Earlier checkpoints are as they "
-            "were; make room or give another folder, and resume from the last one."
+            f"The checkpoint of step {step} could not be written to {folder}: {why}. "
+            "Earlier checkpoints are as they were; make room or give another folder, and resume from the last one."
         ) from error
     for passed in [path for path in folder.glob("aside_step_*") if _step(path) <= step]:
         shutil.rmtree(passed)

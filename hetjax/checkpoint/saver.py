@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import jax
 
-from hetjax.checkpoint.contents import fill, load
+from hetjax.checkpoint.arrays import load
+from hetjax.checkpoint.contents import fill
 from hetjax.checkpoint.folder import prepare, write
 from hetjax.checkpoint.lock import FolderLock
 from hetjax.checkpoint.snapshot import Snapshot, take
