@@ -48,7 +48,7 @@ class Data:
     epochs: Whole = None
     """how often every sample is seen; 24 unless --steps is given"""
     steps: Whole = None
-    """instead of --epochs: how many steps"""
+    """instead of --epochs: how many steps in all, those before a --resume included"""
 
 
 @dataclass(frozen=True)

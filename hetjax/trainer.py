@@ -35,7 +35,7 @@ from hetjax.run.model_state import check_model_state, probe_indices, warn_of_idl
 from hetjax.run.optimizer import check_optimizer, check_params, init_optimizer
 from hetjax.run.reduce import Reduce, make_reduce
 from hetjax.run.session import Session, open_session, shapes
-from hetjax.run.simulate import Simulation, constant
+from hetjax.run.simulate import Simulation, constant, of_survivors
 from hetjax.run.update import State, running_average, unchanged
 from hetjax.run.workers import Workers
 from hetjax.sync import AnySync, Asynchronous
@@ -158,7 +158,10 @@ class Trainer:
 
     def _simulation(self, speeds: Sequence[float] | Simulation | None) -> Simulation | None:
         simulation = speeds if speeds is None or isinstance(speeds, Simulation) else Simulation(constant(speeds))
-        if simulation is not None and (given := len(simulation.trace(0)[0])) != len(self.workers):
+        if simulation is None:
+            return None
+        simulation.trace = of_survivors(simulation.trace, len(self.workers))
+        if (given := len(simulation.trace(0)[0])) != len(self.workers):
             raise ValueError(
                 f"Speeds were given for {given} workers, but there are {len(self.workers)}: give one speed each."
             )

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hetjax.run.members import kept_entries
+
 log = logging.getLogger("hetjax")
 
 MARGIN = 1.5
@@ -29,6 +31,19 @@ def constant(speeds: Sequence[float], startup: Sequence[float] | float = 0.0) ->
     startup_W = np.broadcast_to(np.asarray(startup, np.float64), speed_W.shape)
     check_speeds(speed_W, startup_W)
     return lambda step: (speed_W, startup_W)
+
+
+def of_survivors(trace: Trace, workers: int) -> Trace:
+    """The trace of the workers that an elastic run goes on with; see `hetjax.run.members`."""
+    given = len(trace(0)[0])
+    if len(kept := kept_entries(given, workers)) == given:
+        return trace
+
+    def of_kept(step: int) -> tuple[np.ndarray, np.ndarray]:
+        speed_W, startup_W = trace(step)
+        return speed_W[kept], startup_W[kept]
+
+    return of_kept
 
 
 def check_speeds(speed_W: np.ndarray, startup_W: np.ndarray) -> None:

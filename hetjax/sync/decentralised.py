@@ -33,6 +33,7 @@ from hetjax.run.agree import gather
 from hetjax.run.clocks import Lap
 from hetjax.run.compiles import expected
 from hetjax.run.layout import HOST_SLOTS, SLOTS, Parts, Report, Sums
+from hetjax.run.members import kept_entries
 from hetjax.run.reduce import Reduce
 from hetjax.run.sum_parts import sum_parts
 from hetjax.run.update import State
@@ -70,7 +71,7 @@ class Decentralised:
 
     def mixing(self, workers: int) -> Mixing:
         """What a mixing step of so many workers does; the same in every process, whatever its CPU's last bits."""
-        matrix, name = topology(self.topology, workers)
+        matrix, name = topology(self.topology, workers, kept_entries)
         if self.matcha_budget is None:
             return Mixing.of(matrix, name)
         made = matcha(matrix, self.matcha_budget, name)

@@ -12,6 +12,7 @@ from hetjax.run.clocks import Clocks
 from hetjax.run.engines.chunked import Chunked
 from hetjax.run.engines.protocol import Engine, Program
 from hetjax.run.engines.spmd import Looped, Masked
+from hetjax.run.members import kept_entries
 from hetjax.run.workers import Workers
 
 log = logging.getLogger("hetjax")
@@ -93,6 +94,7 @@ def per_worker(what: str, given: int | Sequence[int] | None, default: int, worke
     values = np.atleast_1d(np.asarray(default if given is None else given))
     if not np.issubdtype(values.dtype, np.integer) or values.ndim != 1 or (values < 1).any():
         raise ValueError(f"{what} must be whole numbers of at least 1, one for all workers or one each; got {given!r}.")
+    values = values[kept_entries(len(values), len(workers))]
     if len(values) not in (1, len(workers)):
         raise ValueError(
             f"{what} lists {len(values)} numbers for {len(workers)} workers: give one number, or one for each."
