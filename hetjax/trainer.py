@@ -23,9 +23,10 @@ from hetjax.plan import controllers
 from hetjax.plan.allocation import solve
 from hetjax.plan.blocks import Blocks
 from hetjax.plan.controllers.protocol import Controller, Observation, Plan
-from hetjax.plan.limits import Limits
+from hetjax.plan.limits import Limits, check_quantum
 from hetjax.plan.partition import BlockSampler, ProportionalSampler
 from hetjax.plan.sampler import Sampler
+from hetjax.plan.staircase import check_rungs
 from hetjax.run.agree import digest, same
 from hetjax.run.clocks import no_hold
 from hetjax.run.compiles import compiles
@@ -117,12 +118,13 @@ class Trainer:
             raise ValueError(f"ema_decay must be at least 0 and below 1, got {ema_decay}.")
         self.loss_fn, self.eval_fn, self.optimizer = loss_fn, eval_fn or loss_fn, optimizer
         self.batch_size, self.seed = int(batch_size), int(seed)
-        self.controller: Controller = controllers.make(controller) if isinstance(controller, str) else controller
+        self.controller: Controller = controllers.resolve(controller)
         self.sync: AnySync = syncs.make(sync) if isinstance(sync, str) else sync
         self.workers = self.sync.workers(devices) if isinstance(self.sync, PlansByNode) else Workers.of(devices)
         self.engine, self.transport, self.partition, self.blocks = engine, transport, partition, blocks
         self._check_blocks()
-        self.quantum: int = quantum if quantum is not None else getattr(loss_fn, "quantum", 1)
+        self.quantum: int = check_quantum(quantum if quantum is not None else getattr(loss_fn, "quantum", 1))
+        check_rungs(rungs)
         if isinstance(self.sync, Asynchronous) and partition != "global":
             raise ValueError(
                 f"With the sync {self.sync.name!r} whoever is free takes the next samples, so there are no shards. Use "
