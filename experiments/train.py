@@ -7,7 +7,7 @@
 
 From top to bottom: configuration, processes, devices, then for each run data, model, trainer, run folder; a table at
 the end. The flags are in train_config.py, what they mean in train_setup.py, the output in train_output.py, what
-becomes of an earlier run in the same folder in train_takeover.py.
+becomes of an earlier run in the same folder, and that no other run uses it, in train_takeover.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import train_output
 import train_setup
 from rich.console import Console
 from train_config import Config
-from train_takeover import CHECKPOINTS, Takeover
+from train_takeover import CHECKPOINTS, Takeover, sole_use
 
 from hetjax import checkpoint, watch
 from hetjax.history import History
@@ -111,6 +111,20 @@ def run(config: Config, processes: int, heart: Heartbeat | None, console: Consol
     same(resume=config.output.resume, **told)
     folder, method = config.folder, train_setup.method(config, processes)
     train_blocks.check_flags(config)
+    with sole_use(folder):
+        run_in(folder, config, method, devices, simulation, heart, console)
+
+
+def run_in(
+    folder: Path,
+    config: Config,
+    method: dict[str, Any],
+    devices: list[jax.Device],
+    simulation: Simulation | None,
+    heart: Heartbeat | None,
+    console: Console,
+) -> None:
+    """The same with everything found, in a folder that no other run uses."""
     if not config.compares:
         name, strategy = resolve(**method)
         summary = train(config, name, strategy, folder, [folder], devices, simulation, heart, console)
@@ -151,11 +165,12 @@ def train(
 
     What earlier runs left there and in the other folders that it `replaces` is gone after its first step.
     """
-    if config.output.resume and (folder / "summary.json").is_file():
-        console.print(f"{name}: finished already, see {folder}", soft_wrap=True, highlight=False)
-        return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     task = train_setup.make_task_of(config)
     steps, epochs = train_setup.duration(config)
+    finished = train_output.finished(folder, steps, epochs * len(task.train)) if config.output.resume else None
+    if finished is not None:
+        console.print(f"{name}: finished already, see {folder}", soft_wrap=True, highlight=False)
+        return finished
     total_steps = steps or -(-len(task.train) // config.data.batch_size) * epochs
     partition = train_blocks.partition_of(config, strategy, task, devices, simulation, folder, console)
     trainer = Trainer(
@@ -223,7 +238,9 @@ def train(
     if jax.process_index() != 0:
         return {"row_time": row_time()}
     summary = train_output.summary(name, strategy, folder, history, tested, int(state.cursor)) | {
-        "row_time": row_time()
+        "row_time": row_time(),
+        "last_step": int(state.step),
+        "cursor": int(state.cursor),
     }
     tracker.summary(summary)
     tracker.close()
@@ -237,9 +254,13 @@ def beginning(config: Config, trainer: Trainer, fresh: State, folder: Path) -> t
     found = checkpoint.restore_latest(folder / CHECKPOINTS, fresh, trainer)
     if found is None:
         return fresh, 0.0
+    if config.optimiser.schedule == "cosine":
+        saved = train_config.with_values(config, found.extra.get("config", {}))
+        was, now = train_setup.length(saved), train_setup.length(config)
+        train_output.warn_of_new_length(was, now, found.state.step)
     if trainer.simulation is not None:
-        trainer.simulation.row_time = found.extra["row_time"]
-    return found.state, found.extra["seconds"]
+        trainer.simulation.row_time = found.extra.get("row_time")
+    return found.state, found.extra.get("seconds", 0.0)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from train_setup import numbers
 
 from hetjax.plan.blocks import Blocks
 from hetjax.plan.submodular import recut
+from hetjax.run.members import kept_entries
 from hetjax.run.simulate import Simulation
 from hetjax.source_blocks import (
     check_same_data,
@@ -62,18 +63,25 @@ def partition_of(
 ) -> str | Blocks:
     """Blocks from --blocks; or those of the run that is resumed, re-cut if rates or workers have changed; or new ones.
 
+    Blocks from --blocks are re-cut only where an elastic run has lost workers.
+
     Whatever the first process finds or makes goes to all.
     """
     if strategy.partition != "submodular":
         return strategy.partition
     asked, kept = config.submodular, folder / FILE
     if asked.blocks is not None:
-        return shared_blocks(lambda: from_file(asked.blocks, task))
+        given = shared_blocks(lambda: from_file(asked.blocks, task))
+        kept = kept_entries(given.workers, len(devices))
+        if len(kept) == given.workers:
+            return given
+        return shared_blocks(lambda: cut(config, task, given, given.rates_W[kept], console))
     before = shared_blocks(lambda: of_resumed(config, kept))
     measures = asked.rates is None and simulation is None
     if measures and before is not None and before.workers == len(devices):
         return before  # rates measured again would differ a little, and move samples for nothing
     rates_W = rates(config, task, devices, simulation)
+    rates_W = rates_W[kept_entries(len(rates_W), len(devices))]
     if len(rates_W) != len(devices):
         raise ValueError(f"There are {len(rates_W)} rates for {len(devices)} workers: give one each.")
     return shared_blocks(lambda: cut(config, task, before, rates_W, console))
@@ -115,7 +123,7 @@ def cut(config: Config, task: Task, before: Blocks | None, rates_W: np.ndarray, 
     if before is not None and _alike(before.rates_W, rates_W):
         return before
     settings, rule = wanted(config), "min-block" if config.method.faithful else "auto"
-    features = named_features(settings["features"])
+    features = named_features((before.settings if before is not None else settings).get("features", "pca"))
     with progress_bar("blocks", len(task.train), console) as tick:
         if before is None:
             options = {"rule": rule, "objective": settings["objective"], "carry": settings["carry"], "progress": tick}
@@ -123,14 +131,28 @@ def cut(config: Config, task: Task, before: Blocks | None, rates_W: np.ndarray, 
             blocks = blocks.renamed(**settings, dataset=config.data.dataset, data=fingerprint(task.train))
             told = ""
         else:
-            left = max(0, before.workers - len(rates_W))  # the last ones: who it was is not known
             features_DxF = read_features(task.train, features)
-            found = recut(before, features_DxF, np.pad(rates_W, (0, left)), rule=rule, progress=tick)
-            blocks, told = replace(found.blocks, rates_W=rates_W), f"; {found.told}"
+            blocks, moves = carried_over(before, features_DxF, rates_W, rule=rule, progress=tick)
+            told = f"; {moves}"
     sizes, by_rate = blocks.sizes_W.tolist(), ", ".join(f"{rate:.3g}" for rate in rates_W)
     said = f"blocks of {sizes} samples for rates {by_rate} ({blocks.settings['name']}){told}"
     console.print(said, soft_wrap=True, highlight=False)
     return blocks
+
+
+def carried_over(before: Blocks, features_DxF: np.ndarray, rates_W: np.ndarray, **options: Any) -> tuple[Blocks, str]:
+    """Earlier blocks re-cut for the workers there are now, and what that moved.
+
+    A worker keeps its own block where it is known who was lost; otherwise the last ones count as lost.
+    """
+    kept = kept_entries(before.workers, len(rates_W))[: len(rates_W)]
+    place_W = [*kept, *range(before.workers, before.workers + len(rates_W) - len(kept))]
+    by_place = np.zeros(max(before.workers, len(rates_W)))
+    by_place[place_W] = rates_W
+    found = recut(before, features_DxF, by_place, **options)
+    worker_of = np.full(len(by_place), -1)
+    worker_of[place_W] = np.arange(len(rates_W))
+    return replace(found.blocks, owner_D=worker_of[found.blocks.owner_D], rates_W=rates_W), found.told
 
 
 def _alike(before_W: np.ndarray, now_W: np.ndarray) -> bool:

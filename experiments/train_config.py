@@ -48,7 +48,7 @@ class Data:
     epochs: Whole = None
     """how often every sample is seen; 24 unless --steps is given"""
     steps: Whole = None
-    """instead of --epochs: how many steps"""
+    """instead of --epochs: how many steps in all, those before a --resume included"""
 
 
 @dataclass(frozen=True)
@@ -157,9 +157,9 @@ class Asynchronous:
     staleness_bound: Whole = None
     """hogbatch, adaptive-hogbatch: most updates of others between reading the model and one's own"""
     scale_rate: Annotated[Literal["on", "off"] | None, _shown("{on,off}")] = None
-    """whether the learning rate follows the batch; on, but off for hogbatch as published"""
+    """whether gradients are scaled by their batch; on, but off for hogbatch as published"""
     rate_cap: Number = None
-    """most times the learning rate that a large batch gets; 4"""
+    """largest factor that the gradient of a large batch gets (default: 4)"""
     dead_zone: Whole = None
     """adaptive-hogbatch: how many updates a worker may be off the others before its batch moves; 4"""
     mega_batch: Whole = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -93,6 +94,25 @@ def summary(
         "test_accuracy": tested["accuracy"],
         "test_loss": tested["loss"],
     }
+
+
+def finished(folder: Path, steps: int | None, samples: int) -> dict[str, Any] | None:
+    """The summary of the run in a folder, if that went as far as is asked for: so many steps, else so many samples."""
+    if not (folder / "summary.json").is_file():
+        return None
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    done = summary.get("last_step", summary["steps"]) if steps else summary.get("cursor", summary["samples"])
+    return summary if done >= (steps or samples) else None
+
+
+def warn_of_new_length(was: str, now: str, step: int) -> None:
+    """A cosine over another number of steps: what is done cannot follow it any more."""
+    if was != now:
+        log.warning(
+            "Steps 1 to %d followed the cosine schedule of a run of %s; from here on the learning rate is that of %s. "
+            "With --schedule constant a longer run is the same as one that was never stopped.",
+            step, was, now,
+        )  # fmt: skip
 
 
 def last_checkpoint(folder: Path | None) -> str:

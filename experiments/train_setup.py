@@ -14,7 +14,7 @@ from train_config import Config
 
 from hetjax.devices import devices_of_all, fake_devices, said_by_environment
 from hetjax.launch.variables import PROCESSES
-from hetjax.run.simulate import Simulation, Trace, constant
+from hetjax.run.simulate import Simulation, Trace, constant, of_survivors
 from hetjax.run.trace_file import read_trace
 from hetjax.strategies import Strategy
 from hetjax.sync import AnySync
@@ -46,8 +46,9 @@ def find_devices(config: Config, processes: int = 1) -> tuple[Simulation | None,
     count = asked.devices if several or trace is None or asked.devices is not None else len(trace(0)[0])
     by_node = "daso" in (config.method.sync, config.method.strategy)
     devices = devices_of_all(count, spare=int(by_node)) if several else fake_devices(count)
-    if several and by_node and trace is not None:
-        trace = _own_part(trace, devices)
+    if several and trace is not None:
+        trace = of_survivors(trace, len(devices))
+        trace = _own_part(trace, devices) if by_node else trace
     silent = not several and asked.devices is None and asked.speeds is None and said_by_environment() is None
     if trace is None and silent and devices[0].platform == "cpu":
         trace = constant(numbers("--speeds", DEFAULT_SPEEDS))
@@ -92,6 +93,12 @@ def duration(config: Config) -> tuple[int | None, int]:
         if value is not None and value < 1:
             raise ValueError(f"{flag} is {value}: give at least 1.")
     return steps, epochs or DEFAULT_EPOCHS
+
+
+def length(config: Config) -> str:
+    """How long to train, as the flag that says it."""
+    steps, epochs = duration(config)
+    return f"--epochs {epochs}" if steps is None else f"--steps {steps}"
 
 
 def optimizer(config: Config, steps: int, *, scheduled: bool = True) -> optax.GradientTransformation:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,29 @@ import train_blocks
 import train_output
 from train_config import Config
 
+from hetjax import checkpoint
 from hetjax.plan.blocks import Blocks
+from hetjax.run.agree import gather
 
 CHECKPOINTS = "checkpoints"
 _REPLACED = "replaced_checkpoints"
+
+
+@contextmanager
+def sole_use(folder: Path) -> Iterator[None]:
+    """No other run writes to the folder meanwhile. The first process, which writes, locks it; all hear of a refusal."""
+    lock, refusal = checkpoint.FolderLock(folder), None
+    try:
+        if jax.process_index() == 0:
+            try:
+                lock.hold()
+            except OSError as error:
+                refusal = str(error)
+        if (refusal := gather(refusal)[0]) is not None:
+            raise checkpoint.InUse(refusal)
+        yield
+    finally:
+        lock.release()
 
 
 class Takeover:

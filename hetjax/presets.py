@@ -168,12 +168,7 @@ def options_of(kind: type) -> list[str]:
 
 def _controller(given: str | Controller, every: int | str | None, faithful: bool, sync: Sync) -> Controller:
     if not isinstance(given, str):
-        if not all(callable(getattr(given, method, None)) for method in ("plan", "observe")):
-            raise ValueError(
-                f"controller is {given!r}: expected a name such as 'balanced', or an object with plan, observe, "
-                "state_dict and load_state_dict (hetjax.plan.controllers.Controller)."
-            )
-        return given
+        return controllers.resolve(given)
     name = given.partition(":")[0]
     if name == "oracle":
         raise ValueError(

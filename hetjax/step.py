@@ -20,15 +20,18 @@ from hetjax.history import Record
 from hetjax.pipeline import Finished, LiveState, Pipeline, Requests
 from hetjax.plan.allocation import solve
 from hetjax.plan.controllers.protocol import Controller, Plan
+from hetjax.plan.limits import check_quantum
 from hetjax.plan.sampler import PlannedStep, Span
 from hetjax.run.agree import digest, same
 from hetjax.run.clocks import no_hold
 from hetjax.run.engines import Engine, EngineSpec
 from hetjax.run.engines.specs import Whole, per_worker
 from hetjax.run.layout import MANY
+from hetjax.run.model_state import check_model_state, probe_indices, probe_size, warn_of_idle_workers
+from hetjax.run.optimizer import check_optimizer, check_params, init_optimizer
 from hetjax.run.reduce import make_reduce
 from hetjax.run.session import Session, open_session, shapes
-from hetjax.run.simulate import Simulation, constant
+from hetjax.run.simulate import Simulation, constant, of_survivors
 from hetjax.run.update import State, running_average, unchanged
 from hetjax.run.workers import Workers
 from hetjax.sync import Sync
@@ -115,6 +118,7 @@ class Step:
             loss_fn, eval_fn = model.loss_fn, eval_fn or model.eval_fn
         if not callable(loss_fn):
             raise TypeError(f"loss_fn must be a function of (params, batch, keys), got {type(loss_fn).__name__}.")
+        check_optimizer(optimizer)
         if not isinstance(batch_size, int | np.integer) or batch_size < 1:
             raise ValueError(
                 f"batch_size is the number of samples per step over all workers, at least 1; got {batch_size!r}."
@@ -137,7 +141,7 @@ class Step:
         self.workers = self.sync.workers(devices)
         self.controller: Controller = presets.for_workers(chosen.controller, self.workers)
         self.capacity = capacity
-        self.quantum: int = quantum if quantum is not None else getattr(model, "quantum", 1)
+        self.quantum: int = check_quantum(quantum if quantum is not None else getattr(model, "quantum", 1))
         self.advance, self.ema_decay = advance or running_average(), ema_decay
         self.epoch_size, self.epochs = epoch_size, epochs
         self.on_nonfinite, self.wait_limit = on_nonfinite, wait_limit
@@ -163,10 +167,9 @@ class Step:
             params: any tree of arrays, the same in all processes.
             model_state: what the model carries from step to step, such as the statistics of BatchNorm.
         """
-        if not jax.tree.leaves(params):
-            raise ValueError("params holds no arrays: there is nothing to train.")
+        check_params(params, self.sync.name)
         ema = None if self.ema_decay is None else jax.tree.map(lambda p: p, params)
-        return State(params, model_state, jax.jit(self.optimizer.init)(params), ema)
+        return State(params, model_state, init_optimizer(self.optimizer, params), ema)
 
     def __call__(self, state: AnyState, batch: Any) -> tuple[LiveState, Record | None]:
         """Start the step of this batch.
@@ -189,11 +192,7 @@ class Step:
                 "hetjax.Trainer, which does."
             )
         given = as_batch(batch, self.batch_size)
-        live = self._current(state)
-        if live is None:
-            if self.epoch_size is None:
-                presets.check_without_epochs(self.controller)
-            live = self.open(self.export(state), sample_of(given))
+        live = self._live(state, given)
         span = self._span(live.cursor, len(given))
         return self.run(live, given, span, self.plan(len(given), span.epoch))
 
@@ -287,6 +286,10 @@ class Step:
         self._samples, self._first, self._left = 0, state.step, {}
         return LiveState(pipeline, state.step, state.cursor)
 
+    def sample_size(self, state: State) -> int:
+        """How many rows `open` wants to see: one for the shapes, more for a trial of the model state."""
+        return 1 if state.model_state is None else probe_size(self.quantum)
+
     def plan(self, batch: int, epoch: int = 0) -> Plan:
         """The controller's counts for a step of so many samples. Asked for once a step, in order."""
         assert self._pipeline is not None
@@ -319,7 +322,7 @@ class Step:
     def phase_times(self, state: AnyState, batch: Any, counts_W: np.ndarray) -> np.ndarray:
         """Seconds of each local worker for so many of these samples, with no sum after them: for measurements."""
         given = as_batch(batch, self.batch_size)
-        live = self._current(state) or self.open(self.export(state), sample_of(given))
+        live = self._live(state, given)
         span, plan = Span(0, 0, int(counts_W.sum())), Plan(np.asarray(counts_W, np.int64))
         packed = live.pipeline.session.engine.pack(self._rows(given, span, plan), span, plan.counts_W, self.seed)
         return np.array([lap.seconds for lap in live.pipeline.phases(packed)])
@@ -333,6 +336,8 @@ class Step:
             if known.key == str(shape):
                 return known
             known.close()
+        if train:
+            self._check_model(state, sample, sync)
         options: dict[str, Any] = {
             "engine": self.engine_spec,
             "batch": self.limit,
@@ -362,6 +367,16 @@ class Step:
         self._sessions[train] = session
         return session
 
+    def _check_model(self, state: State, sample: Tree, sync: Sync) -> None:
+        """Before anything is compiled for training: a model state that would go wrong, and workers left idle."""
+        if sync.stepped:  # otherwise a batch is one worker's
+            nodes = jax.process_count() if sync.by_node else 1
+            warn_of_idle_workers(self.batch_size, self.quantum, len(self.workers) * nodes)
+        if state.model_state is not None:
+            chosen = probe_indices(len(jax.tree.leaves(sample)[0]), self.quantum)
+            rows = jax.tree.map(lambda x: x[chosen], sample)
+            check_model_state(self.loss_fn, self.advance, state, rows, self.workers.devices[self.workers.local[0]])
+
     def close(self) -> None:
         """End the threads of the engines; compiled programs are dropped."""
         if self._pipeline is not None:
@@ -379,10 +394,12 @@ class Step:
 
     # -- inside --
 
-    def _current(self, state: AnyState) -> LiveState | None:
-        """The state, if it is the last one of the pipeline; None for one that has to be placed first."""
-        if not isinstance(state, LiveState):
-            return None
+    def _live(self, state: AnyState, batch: HostBatch) -> LiveState:
+        """The state, if it is the last one of the pipeline; a plain one is placed first."""
+        if isinstance(state, State):
+            if self.epoch_size is None:
+                presets.check_without_epochs(self.controller)
+            return self.open(state, sample_of(batch, self.sample_size(state)))
         if state.pipeline is not self._pipeline:
             raise ValueError(
                 "This state belongs to a run that another state has replaced, or to another Step. Go on with the state "
@@ -479,7 +496,10 @@ def own_span(workers: Workers, plan: Plan, span: Span) -> tuple[int, int]:
 
 def _simulation(speeds: Sequence[float] | Simulation | None, workers: int) -> Simulation | None:
     simulation = speeds if speeds is None or isinstance(speeds, Simulation) else Simulation(constant(speeds))
-    if simulation is not None and (given := len(simulation.trace(0)[0])) != workers:
+    if simulation is None:
+        return None
+    simulation.trace = of_survivors(simulation.trace, workers)
+    if (given := len(simulation.trace(0)[0])) != workers:
         raise ValueError(f"Speeds were given for {given} workers, but there are {workers}: give one speed each.")
     return simulation
 

@@ -24,11 +24,14 @@ from hetjax.history import History, Record
 from hetjax.pipeline import LiveState
 from hetjax.plan.blocks import Blocks
 from hetjax.plan.controllers.protocol import Controller
+from hetjax.plan.limits import check_quantum
 from hetjax.plan.partition import BlockSampler, ProportionalSampler
 from hetjax.plan.sampler import Sampler
 from hetjax.recorder import Hook, Recorder
 from hetjax.run.agree import digest, same
 from hetjax.run.engines import EngineSpec
+from hetjax.run.model_state import probe_indices
+from hetjax.run.optimizer import check_params
 from hetjax.run.update import State
 from hetjax.step import NonFiniteError, Step
 from hetjax.sync import Sync
@@ -77,7 +80,7 @@ class Trainer:
         seed: int = 0,
         **options: Any,
     ):
-        quantum = quantum if quantum is not None else getattr(loss_fn, "quantum", 1)
+        quantum = check_quantum(quantum if quantum is not None else getattr(loss_fn, "quantum", 1))
         chosen = presets.choose(
             strategy, controller=controller, partition=partition, sync=sync, engine=engine, quantum=quantum
         )
@@ -136,6 +139,7 @@ class Trainer:
 
     def init(self, params: Tree, model_state: Tree = None) -> State:
         """The state before the first step; see `Step.init`."""
+        check_params(params, self.sync.name)
         return self.step.init(params, model_state)
 
     def fit(
@@ -178,7 +182,8 @@ class Trainer:
             blocks = None if self.blocks is None else digest(self.blocks.owner_D)
             same(partition=[self.partition, blocks], number_of_samples=len(source), end_of_training=end)
         until = end if steps is None else order.end_of(state.cursor, steps)
-        sample = fetch(source, np.zeros(1, np.int64))
+        probed = state.model_state is not None
+        sample = fetch(source, probe_indices(len(source), self.step.quantum) if probed else np.zeros(1, np.int64))
         job = Job(
             self.workers,
             sampler,
@@ -256,7 +261,7 @@ class Trainer:
         given = next(batches, None)
         if given is None:
             raise ValueError("The stream of batches is empty: there is nothing to train on.")
-        live, waited = step.open(state, sample_of(as_batch(given, self.batch_size))), 0.0
+        live, waited = step.open(state, sample_of(as_batch(given, self.batch_size), step.sample_size(state))), 0.0
 
         def advance(live: LiveState) -> tuple[LiveState, Record | None] | None:
             nonlocal given, waited

@@ -6,12 +6,27 @@
         trainer.fit(found.state, source, epochs=10, hooks=[saver])
 
 DIR/step_00000120/ holds `arrays/` (parameters, optimiser, model state, average and what a sync keeps, by Orbax),
-`run.json` (step, cursor, what the trainer remembers of controller, sync and order, and whatever the caller adds) and
-`manifest.json`, the SHA-256 of every other file, written last. Nothing in it is ever unpickled.
+`run.json` (format number, step, cursor, what the trainer remembers of controller, sync and order, and whatever the
+caller adds) and `manifest.json`, the SHA-256 of every other file, written last. Nothing in it is ever unpickled. All of
+it is checked when it is read; checkpoints of older formats can be read, those of a newer one are refused.
 """
 
 from hetjax.checkpoint.folder import Damaged, latest
+from hetjax.checkpoint.form import FORMAT, NewerFormat
+from hetjax.checkpoint.lock import FolderLock, InUse
 from hetjax.checkpoint.resume import Found, restore, restore_latest
 from hetjax.checkpoint.saver import Saver, save
 
-__all__ = ["Damaged", "Found", "Saver", "latest", "restore", "restore_latest", "save"]
+__all__ = [
+    "FORMAT",
+    "Damaged",
+    "FolderLock",
+    "Found",
+    "InUse",
+    "NewerFormat",
+    "Saver",
+    "latest",
+    "restore",
+    "restore_latest",
+    "save",
+]

@@ -11,6 +11,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from hetjax.checkpoint.lock import FolderLock, InUse
+
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step_(\d{8,})")
 
@@ -19,14 +21,16 @@ class Damaged(ValueError):
     """A checkpoint is not what was written."""
 
 
-def prepare(folder: Path) -> None:
-    """Make the folder and see that it can be written to, before hours of training depend on it."""
+def prepare(folder: Path, lock: FolderLock) -> None:
+    """Make and lock the folder and see that it can be written to, before hours of training depend on it."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        lock.hold()
         for draft in folder.glob("draft_*"):  # a program ended while it wrote
             shutil.rmtree(draft)
         with tempfile.TemporaryFile(dir=folder):
             pass
+    except InUse:
+        raise
     except OSError as error:
         raise OSError(
             f"Checkpoints cannot be written to {folder}: {error.strerror or error}. Give a folder on a disk with space "
@@ -34,14 +38,15 @@ def prepare(folder: Path) -> None:
         ) from error
 
 
-def write(folder: Path, step: int, fill: Callable[[Path], None], keep: int) -> Path:
+def write(folder: Path, lock: FolderLock, step: int, fill: Callable[[Path], None], keep: int) -> Path:
     """Add the checkpoint of a step, which `fill` writes into the folder it is given; forget all but the last `keep`.
 
-    Later ones, damaged or of a future not taken, are set aside until the run is as far again. Whatever goes wrong, the
-    checkpoints that were there stay as they are.
+    The folder is locked before, and stays so. Later ones, damaged or of a future not taken, are set aside until the run
+    is as far again. Whatever goes wrong, the checkpoints that were there stay as they are.
     """
     final, draft = folder / f"step_{step:08d}", folder / f"draft_{step:08d}"
     try:
+        lock.hold()
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)
         fill(draft)
@@ -50,11 +55,14 @@ def write(folder: Path, step: int, fill: Callable[[Path], None], keep: int) -> P
             _set_aside(later)
         draft.rename(final)
         _flush(folder)
+    except InUse:
+        raise
     except Exception as error:  # Orbax has errors of its own for a full disk
         shutil.rmtree(draft, ignore_errors=True)
+        why = getattr(error, "strerror", None) or error
         raise OSError(
-            f"The checkpoint of step {step} could not be written to {folder}: {error}. Earlier checkpoints are as they "
-            "were; make room or give another folder, and resume from the last one."
+            f"The checkpoint of step {step} could not be written to {folder}: {why}. "
+            "Earlier checkpoints are as they were; make room or give another folder, and resume from the last one."
         ) from error
     for passed in [path for path in folder.glob("aside_step_*") if _step(path) <= step]:
         shutil.rmtree(passed)
@@ -80,9 +88,12 @@ def check(path: Path) -> None:
         promised = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         if not isinstance(promised, dict):
             raise ValueError("it is no list of files")
-    except (FileNotFoundError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise Damaged(f"{path} is no whole checkpoint: its {MANIFEST} is missing or broken ({error}).") from error
-    found = _digests(path)
+    try:
+        found = _digests(path)
+    except OSError as error:
+        raise Damaged(f"The checkpoint {path} cannot be read: {error}.") from error
     for name in sorted(promised.keys() | found.keys()):
         if promised.get(name) != found.get(name):
             what = "is missing" if name not in found else "was added" if name not in promised else "has changed"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,9 +17,11 @@ from hetjax.checkpoint.contents import read
 from hetjax.checkpoint.folder import Damaged, stored
 from hetjax.checkpoint.processes import from_first
 from hetjax.checkpoint.snapshot import Snapshot, rebuild
+from hetjax.run.agree import gather
 from hetjax.run.update import State
 
 log = logging.getLogger("hetjax")
+_PASSED_OVER = "%s Trying the checkpoint before it."
 
 
 class Recalls(Protocol):
@@ -45,31 +47,48 @@ def restore(path: str | Path, like: State, trainer: Recalls) -> Found:
     path = Path(path).resolve()
     snapshot = _for_all(lambda: read(path))
     assert snapshot is not None
-    return _resumed(snapshot, like, trainer, str(path))
+    return _resumed(snapshot, like, trainer)
 
 
 def restore_latest(folder: str | Path, like: State, trainer: Recalls) -> Found | None:
     """The run in the newest checkpoint of a folder that is whole, with a warning about each that is not.
 
-    None where the folder holds no checkpoint at all. See `restore`.
+    None where the folder holds no checkpoint at all. One of a newer format is refused, not passed over. See `restore`.
     """
     folder = Path(folder).resolve()
-    snapshot = _for_all(lambda: _newest_whole(folder))
-    return None if snapshot is None else _resumed(snapshot, like, trainer, f"The last checkpoint in {folder}")
+    unusable: list[str] = []  # whole, but what they hold did not make a run
+    while (snapshot := _for_all(lambda: _newest_whole(folder, unusable))) is not None:
+        try:
+            return _resumed(snapshot, like, trainer)
+        except Damaged as damage:
+            unusable.append(snapshot.origin)
+            log.warning(_PASSED_OVER, damage)
+    return None
 
 
-def _resumed(snapshot: Snapshot, like: State, trainer: Recalls, origin: str) -> Found:
-    state = rebuild(snapshot, like, origin)
-    return Found(trainer.recall(snapshot.run["trainer"], state), snapshot.run["extra"])
+def _resumed(snapshot: Snapshot, like: State, trainer: Recalls) -> Found:
+    """The same on all processes: where one of them cannot use the snapshot, none does."""
+    found, cause = None, None
+    try:
+        state = rebuild(snapshot, like)
+        found = Found(trainer.recall(snapshot.run["trainer"], state), snapshot.run["extra"])
+    except (KeyError, IndexError, TypeError, AttributeError) as error:  # what does not belong to `like` is a ValueError
+        cause = error
+    causes = [said for said in gather(cause and f"{type(cause).__name__}: {cause}") if said is not None]
+    if found is None or causes:
+        raise Damaged(f"The checkpoint {snapshot.origin} is incomplete or malformed ({causes[0]}).") from cause
+    return found
 
 
-def _newest_whole(folder: Path) -> Snapshot | None:
+def _newest_whole(folder: Path, unusable: Sequence[str]) -> Snapshot | None:
     paths = stored(folder)
     for path in reversed(paths):
+        if str(path) in unusable:
+            continue
         try:
             return read(path)
         except Damaged as damage:
-            log.warning("%s Trying the checkpoint before it.", damage)
+            log.warning(_PASSED_OVER, damage)
     if paths:
         raise Damaged(f"None of the {len(paths)} checkpoints in {folder} is whole: there is nothing to go on from.")
     return None
@@ -88,6 +107,7 @@ def _for_all(read_here: Callable[[], Snapshot | None]) -> Snapshot | None:
             failure = error
         kinds = [] if snapshot is None else [[array.dtype.name, array.shape] for array in snapshot.arrays]
         told = {"failure": failure and str(failure), "run": snapshot and snapshot.run, "kinds": kinds}
+        told["origin"] = snapshot and snapshot.origin
     told = json.loads(from_first(json.dumps(told).encode()))
     if failure is not None:
         raise failure
@@ -95,7 +115,8 @@ def _for_all(read_here: Callable[[], Snapshot | None]) -> Snapshot | None:
         raise ValueError(told["failure"])
     if told["run"] is None:
         return None
-    return Snapshot([_shared(array, *kind) for array, kind in _pairs(snapshot, told["kinds"])], told["run"])
+    arrays = [_shared(array, *kind) for array, kind in _pairs(snapshot, told["kinds"])]
+    return Snapshot(arrays, told["run"], told["origin"])
 
 
 def _pairs(snapshot: Snapshot | None, kinds: list[Any]) -> list[tuple[np.ndarray | None, Any]]:

@@ -12,8 +12,10 @@ from typing import Any, Protocol
 
 import jax
 
-from hetjax.checkpoint.contents import fill, load
+from hetjax.checkpoint.arrays import load
+from hetjax.checkpoint.contents import fill
 from hetjax.checkpoint.folder import prepare, write
+from hetjax.checkpoint.lock import FolderLock
 from hetjax.checkpoint.snapshot import Snapshot, take
 from hetjax.history import History, Record
 from hetjax.run.update import State
@@ -34,9 +36,14 @@ def save(
 ) -> Path | None:
     """Write a checkpoint now and forget all but the last `keep`; its path. With several processes all call this."""
     snapshot = take(state, trainer.remember(state), extra or {})
-    return (
-        None if snapshot is None else write(Path(folder).resolve(), state.step, partial(fill, snapshot=snapshot), keep)
-    )
+    if snapshot is None:
+        return None
+    folder = Path(folder).resolve()
+    lock = FolderLock(folder)
+    try:
+        return write(folder, lock, state.step, partial(fill, snapshot=snapshot), keep)
+    finally:
+        lock.release()
 
 
 class Saver:
@@ -52,7 +59,8 @@ class Saver:
 
     The first process writes; all take part, as some states lie spread over them. That is why the end of the seconds is
     told with a step to all (`Trainer.ask_to_save`), instead of being seen on each one's own clock. A save waits for the
-    one before. What goes wrong in the background is raised in the next step, or by `close`.
+    one before. What goes wrong in the background is raised in the next step, or by `close`. The folder is locked until
+    `close`: a program that finds it in use by another one gets `InUse`.
     """
 
     def __init__(
@@ -75,8 +83,9 @@ class Saver:
         self._last_time, self._begun = time.monotonic(), (-1, -1)  # step and cursor
         self._writing: threading.Thread | None = None
         self._failure: Exception | None = None
+        self._lock = FolderLock(self.folder)
         if jax.process_index() == 0:
-            prepare(self.folder)
+            prepare(self.folder, self._lock)
             load()
 
     def __call__(self, record: Record, state: State) -> None:
@@ -101,7 +110,7 @@ class Saver:
 
     def _write(self, snapshot: Snapshot, step: int) -> None:
         try:
-            self.last = write(self.folder, step, partial(fill, snapshot=snapshot), self.keep)
+            self.last = write(self.folder, self._lock, step, partial(fill, snapshot=snapshot), self.keep)
         except Exception as error:
             self._failure = error
 
@@ -133,8 +142,11 @@ class Saver:
             log.error("%s", self._failure)
 
     def close(self) -> None:
-        """Wait until the last checkpoint is on the disk; raise what went wrong."""
-        self._finish()
+        """Wait until the last checkpoint is on the disk and give the folder free; raise what went wrong."""
+        try:
+            self._finish()
+        finally:
+            self._release()
 
     def __enter__(self) -> Saver:
         return self
@@ -143,8 +155,15 @@ class Saver:
         if kind is None:
             self.close()
         else:  # that error is the one to raise
-            self._wait()
+            try:
+                self._wait()
+            finally:
+                self._release()
             self._log_failure()
+
+    def _release(self) -> None:
+        if self._writing is None:  # a write that hangs may still come to its end
+            self._lock.release()
 
 
 def _first() -> bool:

@@ -21,6 +21,7 @@ _CORE = ("params", "model_state", "opt_state", "ema")
 class Snapshot:
     arrays: list[np.ndarray]
     run: dict[str, Any]
+    origin: str = ""  # the checkpoint that it was read from
 
 
 def take(state: State, memory: Mapping[str, Any], extra: Mapping[str, Any]) -> Snapshot | None:
@@ -46,9 +47,9 @@ def take(state: State, memory: Mapping[str, Any], extra: Mapping[str, Any]) -> S
     return Snapshot([array for array in arrays if array is not None], run)
 
 
-def rebuild(snapshot: Snapshot, like: State, origin: str) -> State:
+def rebuild(snapshot: Snapshot, like: State) -> State:
     """The state of a snapshot. `like` is a fresh state of the same model and optimiser; its arrays say what fits."""
-    run, (names, leaves) = snapshot.run, _named(like)
+    run, origin, (names, leaves) = snapshot.run, snapshot.origin, _named(like)
     if names != run["arrays"]:
         odd = sorted(set(names) ^ set(run["arrays"]))
         raise ValueError(
@@ -132,7 +133,7 @@ def _filled(outline: Any, like: State, arrays: list[np.ndarray]) -> Tree:
         return None if outline is None else arrays[outline]
     if "like" in outline:
         form: Any = jax.tree.structure(getattr(like, outline["like"]))
-        return jax.tree.unflatten(form, arrays[outline["first"] : outline["first"] + form.num_leaves])
+        return jax.tree.unflatten(form, [arrays[outline["first"] + place] for place in range(form.num_leaves)])
     if "dict" in outline:
         return {name: _filled(part, like, arrays) for name, part in outline["dict"].items()}
     kind, parts = next(iter(outline.items()))

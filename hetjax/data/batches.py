@@ -80,9 +80,9 @@ class FeedBatch:
         return rows
 
 
-def sample_of(batch: HostBatch) -> Tree:
-    """A row of a batch, to compile for."""
-    return batch.sample() if isinstance(batch, FeedBatch) else batch.rows(0, 1)
+def sample_of(batch: HostBatch, rows: int = 1) -> Tree:
+    """The first rows of a batch, to compile for."""
+    return batch.sample() if isinstance(batch, FeedBatch) else batch.rows(0, min(rows, len(batch)))
 
 
 def is_stream(source: Any) -> bool:
@@ -125,7 +125,7 @@ def _kind(batch: Any) -> str:
 
 def check_rows(tree: Tree, row: Tree) -> None:
     """Refuse rows that are not shaped like the one that was compiled for."""
-    same_tree = jax.tree.structure(tree) == jax.tree.structure(row)
+    same_tree: bool = jax.tree.structure(tree) == jax.tree.structure(row)  # type: ignore[operator]
     pairs = list(zip(jax.tree.leaves(tree), jax.tree.leaves(row), strict=False))
     if not same_tree or any(x.shape[1:] != y.shape or x.dtype != y.dtype for x, y in pairs):
         shown = lambda tree, cut: jax.tree.map(lambda x: f"{x.dtype}{list(x.shape[cut:])}", tree)

@@ -1,4 +1,4 @@
-"""Samples that live in memory: a dict of arrays, images kept as bytes and turned into floats when fetched."""
+"""Samples that live in memory: a dict of arrays."""
 
 from __future__ import annotations
 
@@ -12,14 +12,27 @@ from hetjax.data.source import Description, RowSource, Source
 class MemorySource(RowSource):
     """A dict of arrays of equal length; sample i is row i of each.
 
-    An array of uint8 under the key "image" stays uint8 in memory and is fetched as float32 in [0, 1].
+    Args:
+        arrays: The arrays by name, all with the same number of rows.
+        description: What a model has to know about the samples.
+        scale: Factors by name. Such an array keeps its dtype in memory, and its rows are fetched as float32 times the
+            factor. Arrays without a factor are fetched as they are.
     """
 
-    def __init__(self, arrays: Mapping[str, np.ndarray], description: Description | None = None):
+    def __init__(
+        self,
+        arrays: Mapping[str, np.ndarray],
+        description: Description | None = None,
+        *,
+        scale: Mapping[str, float] | None = None,
+    ):
+        self.scale = dict(scale or {})
         self.arrays = {name: np.asarray(values) for name, values in arrays.items()}
         lengths = {name: len(values) if values.ndim else None for name, values in self.arrays.items()}
         if len(set(lengths.values())) != 1 or None in lengths.values():
             raise ValueError(f"A source in memory needs arrays with the same number of rows, but got {lengths}.")
+        if unknown := sorted(self.scale.keys() - self.arrays.keys()):
+            raise ValueError(f"scale names {unknown}, but the arrays are {sorted(self.arrays)}.")
         self._length = next(len(values) for values in self.arrays.values())
         if description is None:
             first = next(iter(self.arrays.values()))
@@ -32,9 +45,7 @@ class MemorySource(RowSource):
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         indices = self.checked(indices)
         batch = {name: values[indices] for name, values in self.arrays.items()}
-        if batch.get("image", np.empty(0)).dtype == np.uint8:
-            batch["image"] = batch["image"] * np.float32(1 / 255)
-        return batch
+        return batch | {name: batch[name] * np.float32(factor) for name, factor in self.scale.items()}
 
 
 def as_source(source: Source | Mapping[str, np.ndarray]) -> Source:
@@ -52,7 +63,8 @@ def labelled_images(
 ) -> MemorySource:
     """A source of inputs and labels, checked; `origin` is the file that an error should name.
 
-    Images without a channel axis get one. uint8 is kept, any other type becomes float32 as it is (no scaling).
+    Images without a channel axis get one. uint8 is kept in memory and fetched as float32 in [0, 1], any other type
+    becomes float32 as it is (no scaling).
     """
     image, label = np.asarray(image), np.asarray(label)
     if image.ndim < 2 or label.ndim != 1 or len(image) != len(label):
@@ -73,7 +85,8 @@ def labelled_images(
     if image.ndim == 3:
         image = image[..., None]
     arrays = {"image": image, "label": label.astype(np.int32)}
-    return MemorySource(arrays, Description(name, image.shape[1:], classes=classes))
+    scale = {"image": 1 / 255} if image.dtype == np.uint8 else {}
+    return MemorySource(arrays, Description(name, image.shape[1:], classes=classes), scale=scale)
 
 
 def check_labels(label: np.ndarray, classes: int, origin: str) -> None:

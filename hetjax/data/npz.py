@@ -71,7 +71,7 @@ def npz_samples(file: str | Path) -> MemorySource:
             if target.dtype.kind not in "fb" or not np.isfinite(target).all():
                 raise ValueError(f"{path}: the targets {y} have to be finite numbers. Remove or repair the others.")
             samples["label"] = target
-        return MemorySource(samples, Description(path.stem, checked.description.input_shape))
+        return MemorySource(samples, Description(path.stem, checked.description.input_shape), scale=checked.scale)
     return npz_source(path)
 
 

@@ -124,7 +124,7 @@ class _Run:
                 [
                     Member(
                         self._command(restarts),
-                        self._environment(place, len(members), coordinator, bind, folder, restarts, gpus[place]),
+                        self._environment(place, members, coordinator, bind, folder, restarts, gpus[place]),
                         listeners[place],
                         quotas_P[place] if quotas_P else None,
                         pinned[place],
@@ -146,16 +146,25 @@ class _Run:
         return [*self.command, flag] if again else list(self.command)
 
     def _environment(
-        self, process: int, processes: int, coordinator: str, bind: str, folder: Path, restarts: int, gpus: str | None
+        self,
+        process: int,
+        members: Sequence[int],
+        coordinator: str,
+        bind: str,
+        folder: Path,
+        restarts: int,
+        gpus: str | None,
     ) -> dict[str, str]:
         told = {
             variables.COORDINATOR: coordinator,
             variables.BIND: bind,
-            variables.PROCESSES: str(processes),
+            variables.PROCESSES: str(len(members)),
             variables.PROCESS: str(process),
             variables.HEARTBEAT: str(folder),
             "PYTHONUNBUFFERED": "1",
         }
+        if lost := sorted(set(range(self.options.processes)) - set(members)):
+            told[variables.LOST] = ",".join(map(str, lost))
         if restarts:
             told[variables.RESTART] = str(restarts)
         if len(self._command(restarts)) > len(self.command):

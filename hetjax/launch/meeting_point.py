@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
 import socket
 import time
+
+from hetjax.launch.variables import BIND
+
+log = logging.getLogger("hetjax")
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -31,6 +36,43 @@ def own_address_towards(address: str) -> str:
     with socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
         probe.connect((_resolved(host), port))
         return str(probe.getsockname()[0])
+
+
+def address_to_bind(coordinator: str) -> str:
+    """Where process 0 listens: on the coordinator's address, and on no other one of this machine.
+
+    A name that this machine knows as loopback only, as many know their own, says nothing about where others look for
+    it: then that is all addresses, with a warning.
+
+    Args:
+        coordinator: HOST:PORT, as all processes were given it.
+
+    Returns:
+        HOST:PORT with an address of this machine that is free.
+
+    Raises:
+        OSError: nothing can listen there.
+    """
+    host, port = split_address(coordinator)
+    names = [host] if is_loopback(host) else [name for name in _addresses(host) if not is_loopback(name)]
+    found = [f"[{name}]:{port}" if ":" in name else f"{name}:{port}" for name in names]
+    if not found:
+        found = [f"0.0.0.0:{port}"]
+        log.warning(
+            "%s is a loopback address on this machine, so process 0 listens on all addresses. Give the address by "
+            "which the others reach it as a number, or set %s.", host, BIND,
+        )  # fmt: skip
+    refusal = None
+    for address in found:
+        try:
+            check_free(address)
+        except OSError as error:
+            refusal = error
+        else:
+            return address
+    raise OSError(
+        f"{refusal} If its connections are forwarded to this machine, say where to listen by {BIND}=HOST:PORT."
+    ) from refusal
 
 
 def free_port(host: str) -> int:
@@ -76,8 +118,13 @@ def wait_until_reachable(address: str, limit: float) -> None:
 
 
 def _resolved(host: str) -> str:
+    return _addresses(host)[0]
+
+
+def _addresses(host: str) -> list[str]:
     try:
-        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return list(dict.fromkeys(str(address[0]) for *_, address in found))
     except socket.gaierror as error:
         raise ValueError(f"The host {host!r} is not known here ({error.strerror}).") from error
 

@@ -14,7 +14,8 @@ sd tau, drawn for each step. It says nothing about shares, so its best estimate 
     c = sum(r / v) / (1 / tau^2 + sum(1 / v))      r = e / (h theta), v its variance without c, r / sd clipped at 3
     tau^2 = mean over steps of r_i r_j, i not j
 
-What most of the workers have in common far outside the noise is divided out whole.
+What most of the workers have in common far outside the noise is divided out whole. A tenth of what is divided out is
+learned, should it last, by the workers that were timed: nothing would correct the model of one that was not.
 
 Forgetting acts along theta: a worker may become faster or slower as a whole. The split of that time into startup and
 per_work falls back to what was assumed in the beginning, mean and sd: a constant x says nothing about it (forgetting
@@ -50,8 +51,10 @@ DRIFT = 0.0005  # relative change of a worker's speed per step that is always ex
 RETURN = 0.005  # of the way back to the prior that the startup goes per step
 CLIP = 3.0
 JUMP_Z, JUMP_RATIO = 5.0, 0.2
+MOST_LEARNED = 0.2  # of a common slowdown, in one step: a hiccup of 40x says little about the next step
 CHANGE_LIMIT, CHANGE_CLIP, CHANGE_SCALES = 12.0, 4.0, 6
 BACK_LIMIT, PASSING, AWAY = 6.0, 4, 64  # evidence; timings of a disturbance that just passes, and of the longest one
+SHORTEST, LONGEST = 1e-6, 1e6  # seconds; a timing outside counts as the nearest of these, so nothing overflows
 STEADY = 24  # timings at the same work before a change point counts as news
 NOISE_MEMORY = 400.0  # steps
 _SCALES_S = 1 << np.arange(CHANGE_SCALES)
@@ -117,7 +120,7 @@ class CostModel:
         valid_W = valid_W & (work_W > 0)
         first_W = valid_W & (self.seen_W == 0)
         later_W = valid_W & ~first_W
-        times_W = np.where(valid_W, times_W, 1.0)
+        times_W = np.minimum(np.maximum(np.where(valid_W, times_W, 1.0), SHORTEST), LONGEST)
         work_W = np.where(valid_W, work_W, 1.0)
         if later_W.any():
             self._learn(work_W, times_W, later_W)
@@ -137,8 +140,8 @@ class CostModel:
         )
 
     def _without_common(self, x_W: np.ndarray, t_W: np.ndarray, on_W: np.ndarray) -> np.ndarray:
-        """The timings with what is common to all divided out; a tenth of that is learned, should it last."""
-        on_W = on_W & ~self.doubt_W
+        """The timings with what is common to all divided out but for the tenth that is learned."""
+        seen_W, on_W = on_W, on_W & ~self.doubt_W
         number = int(on_W.sum())
         if number < 2:
             return t_W
@@ -155,9 +158,10 @@ class CostModel:
             factor *= 1.0 + float(rest_W.sum()) / (1.0 / self.common + float((on_W / own_W).sum()))
         self.common_weight = min(self.common_weight + 1.0, NOISE_MEMORY)
         self.common = max(self.common + (pairs - self.common) / self.common_weight, 0.0)
-        self._scale(1.0 + 0.1 * (factor - 1.0))
-        self.kept_5xW[:2] *= 1.0 + 0.1 * (factor - 1.0)
-        return t_W / (1.0 + 0.9 * (factor - 1.0))
+        learned = 1.0 + min(0.1 * (factor - 1.0), MOST_LEARNED)
+        self._scale(np.where(seen_W, learned, 1.0))
+        self.kept_5xW[:2] *= np.where(seen_W, learned, 1.0)
+        return t_W * (learned / factor)
 
     def _event(self, r_N: np.ndarray, limit: float) -> float:
         """How far most of the workers were off to the same side, if that is outside the noise; else 0."""
@@ -212,17 +216,17 @@ class CostModel:
 
     def _return(self, x_W: np.ndarray, on_W: np.ndarray) -> None:
         """In coordinates (v, a) = (time at x, startup): a and its covariances go a step back to the prior, v stays."""
-        keep_W = np.where(on_W, 1.0 - RETURN, 1.0)
+        keep = 1.0 - RETURN
         v_W = self.startup_W + self.per_work_W * x_W
         var_va_W = self.var_ss_W + x_W * self.var_sp_W
         var_vv_W = var_va_W + x_W * (self.var_sp_W + x_W * self.var_pp_W)
         prior_W = STARTUP_SD * STARTUP_SD * v_W * v_W
-        self.startup_W = keep_W * self.startup_W + (1.0 - keep_W) * STARTUP_SHARE * v_W
-        self.per_work_W = (v_W - self.startup_W) / x_W
-        self.var_ss_W = keep_W * keep_W * self.var_ss_W + (1.0 - keep_W * keep_W) * prior_W
-        var_va_W = keep_W * var_va_W
-        self.var_sp_W = (var_va_W - self.var_ss_W) / x_W
-        self.var_pp_W = (var_vv_W - 2.0 * var_va_W + self.var_ss_W) / (x_W * x_W)
+        self.startup_W = np.where(on_W, keep * self.startup_W + (1.0 - keep) * STARTUP_SHARE * v_W, self.startup_W)
+        self.per_work_W = np.where(on_W, (v_W - self.startup_W) / x_W, self.per_work_W)
+        self.var_ss_W = np.where(on_W, keep * keep * self.var_ss_W + (1.0 - keep * keep) * prior_W, self.var_ss_W)
+        var_va_W = keep * var_va_W
+        self.var_sp_W = np.where(on_W, (var_va_W - self.var_ss_W) / x_W, self.var_sp_W)
+        self.var_pp_W = np.where(on_W, (var_vv_W - 2.0 * var_va_W + self.var_ss_W) / (x_W * x_W), self.var_pp_W)
 
     def _keep_positive(self, x_W: np.ndarray, on_W: np.ndarray) -> None:
         """No negative startup, and always some cost per work: move the excess from the one to the other."""
@@ -245,8 +249,9 @@ class CostModel:
         self.noise = float(np.sqrt(max(variance, 1e-8)))
         weight_W = np.minimum(OWN_WEIGHT + self.seen_W, NOISE_MEMORY)
         ratio_W = self.ratio_W * (1.0 + surprise_W / weight_W)
-        ratio_W = np.where(on_W, np.minimum(np.maximum(ratio_W, 0.05), 20.0), self.ratio_W)
-        self.ratio_W = ratio_W * (len(ratio_W) / float(ratio_W.sum()))  # the mean is the common one's business
+        ratio_W = np.minimum(np.maximum(ratio_W, 0.05), 20.0)
+        mean = float(ratio_W[on_W].sum()) / float(self.ratio_W[on_W].sum())  # which is the common one's business
+        self.ratio_W = np.where(on_W, ratio_W / mean, self.ratio_W)
 
     def _jump(self, jump_W: np.ndarray, ratio_W: np.ndarray) -> None:
         self._leave(jump_W, 1)

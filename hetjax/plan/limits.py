@@ -8,6 +8,19 @@ from functools import cached_property
 import numpy as np
 
 
+def check_quantum(quantum: int) -> int:
+    """The quantum, if it is a whole number of at least 1.
+
+    Raises:
+        ValueError: If it is anything else.
+    """
+    if isinstance(quantum, bool) or not isinstance(quantum, int | np.integer) or quantum < 1:
+        raise ValueError(
+            f"quantum is {quantum!r}: counts are multiples of it, so give a whole number of at least 1, or None."
+        )
+    return int(quantum)
+
+
 @dataclass(frozen=True)
 class Levels:
     """The distinct prices of staircases on a grid of counts, all tables laid end to end.
@@ -62,8 +75,7 @@ class Limits:
                 f"Limits got {workers} capacities, {len(self.minimum_W)} minimums and {len(self.kind_W)} kinds; "
                 "give one of each per worker."
             )
-        if self.quantum < 1:
-            raise ValueError(f"The quantum is {self.quantum}; give 1 or the common divisor that all counts must have.")
+        check_quantum(self.quantum)
         if np.min(self.kind_W) < 0 or np.max(self.kind_W) >= kinds:
             raise ValueError(
                 f"kind_W names kind {np.max(self.kind_W)} but there are {kinds} staircases; add the missing one."

@@ -8,7 +8,7 @@ In a round every worker sends to at most one other and receives from at most one
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 Pairs = tuple[tuple[int, int], ...]  # (sender, receiver)
+KeptEntries = Callable[[int, int], list[int]]  # see hetjax.run.members.kept_entries
 _SUM_TOLERANCE = 1e-6  # of rows and columns: a file may hold float32
 
 
@@ -75,14 +76,25 @@ def complete(workers: int) -> np.ndarray:
     return np.full((workers, workers), 1 / workers)
 
 
-def topology(given: str | Path | np.ndarray, workers: int) -> tuple[np.ndarray, str]:
-    """W for so many workers, checked, and its name: 'ring', 'complete', a .json or .npy file, or W itself."""
+def topology(
+    given: str | Path | np.ndarray, workers: int, kept_entries: KeptEntries | None = None
+) -> tuple[np.ndarray, str]:
+    """W for so many workers, checked, and its name: 'ring', 'complete', a .json or .npy file, or W itself.
+
+    `kept_entries` says which workers of a given W are left where some were lost.
+    """
     made = {"ring": ring, "complete": complete}
     if isinstance(given, str) and given in made:
         return made[given](workers), given
     if isinstance(given, str | Path):
-        return checked(_read(Path(given)), workers, str(given)), Path(given).stem
-    return checked(given, workers, "the mixing matrix"), "custom"
+        return checked(_read(Path(given)), workers, str(given), kept_entries), Path(given).stem
+    return checked(given, workers, "the mixing matrix", kept_entries), "custom"
+
+
+def _without(matrix: np.ndarray, kept: list[int]) -> np.ndarray:
+    """W of the workers that are left: each keeps for itself the weight of those that it heard from before."""
+    left = matrix[np.ix_(kept, kept)]
+    return left + np.diag(1 - left.sum(axis=1))
 
 
 def _read(path: Path) -> Any:
@@ -101,12 +113,17 @@ def _read(path: Path) -> Any:
         raise ValueError(f"{path} holds no mixing matrix ({error}).") from error
 
 
-def checked(given: Any, workers: int, what: str) -> np.ndarray:
+def checked(given: Any, workers: int, what: str, kept_entries: KeptEntries | None = None) -> np.ndarray:
     """W as float64, or a sentence that says what is wrong with it."""
     try:
         matrix = np.asarray(given, np.float64)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{what} is no matrix of numbers ({error}): give one row of numbers per worker.") from error
+    if kept_entries is not None and matrix.ndim == 2:
+        kept = kept_entries(len(matrix), workers)
+        if len(kept) < len(matrix):
+            left = _without(checked(matrix, len(matrix), what), kept)
+            return checked(left, workers, f"{what}, without the lost workers,")
     if matrix.shape != (workers, workers):
         raise ValueError(
             f"{what} has shape {matrix.shape}, but there are {workers} workers: expected ({workers}, {workers})."

@@ -1,4 +1,4 @@
-"""How far an update moves the model, by the batch it was computed from."""
+"""How much a gradient counts, by the batch that it is the mean of."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ CAP = 4.0
 
 
 def rate_scale(batch: float, reference: float, cap: float | None = CAP) -> float:
-    """lr_E / lr = min(b_E / b_ref, cap): a gradient over few samples moves the model less than one over many.
+    """min(b_E / b_ref, cap): a gradient over few samples moves the model less than one over many.
 
     Without a cap, linear scaling diverges at large batches (16 times the reference at lr 0.2 within 31-95 updates).
     """

@@ -63,6 +63,22 @@ class Staircase:
         return sum(self.chunks(count))
 
 
+def check_rungs(rungs: Sequence[int] | None) -> None:
+    """Check the rungs that a user asks for.
+
+    Raises:
+        ValueError: If they are not whole numbers of at least 1.
+    """
+    if rungs is None:
+        return
+    whole = lambda rows: isinstance(rows, int | np.integer) and not isinstance(rows, bool) and rows >= 1
+    if not isinstance(rungs, Sequence | np.ndarray) or not all(map(whole, rungs)):
+        raise ValueError(
+            f"rungs is {rungs!r}: expected the rows of the chunks to compile, whole numbers of at least 1 such as "
+            "[16, 64, 256], or None to have them chosen."
+        )
+
+
 def geometric_rungs(top: int, quantum: int = 1, ratio: float = 1.1, span: int = 64) -> list[int]:
     """Rungs from `top` down to top / span, each about `ratio` below the next, multiples of the quantum.
 

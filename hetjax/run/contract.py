@@ -15,6 +15,8 @@ Tree = Any
 # Words of the control vector that goes with every block of rows: data, so that no plan ever compiles anything.
 COUNT, SEED, EPOCH, POSITION = range(4)
 
+_ARRAY: Any = (jax.Array, np.ndarray, np.generic, int, float)
+
 
 def control(count: int, *, seed: int, epoch: int, position: int) -> np.ndarray:
     """The control vector of a block of rows; `position` is the place of its first row in the epoch's global order."""
@@ -50,21 +52,51 @@ class Objective:
         self, params: Tree, model_state: Tree, batch: Tree, keys_b: jax.Array, mask_b: jax.Array
     ) -> tuple[Example, Tree]:
         if self.stateful:
-            told, state_sums = self.loss_fn(params, model_state, batch, keys_b, mask_b)
+            returned = self.loss_fn(params, model_state, batch, keys_b, mask_b)
+            if not isinstance(returned, tuple) or len(returned) != 2:
+                raise TypeError(
+                    "With model state, loss_fn must return two values, the losses (or a hetjax.Example) and the sums "
+                    f"for the state's update, but it returned {_kind(returned)}."
+                )
+            told, state_sums = returned
         else:
             told, state_sums = self.loss_fn(params, batch, keys_b), ()
-        told = told if isinstance(told, Example) else Example(told)
+        told = as_example(told)
         rows = len(mask_b)
         named = {"the loss": told.loss_b, **{f"metric {name!r}": value for name, value in told.metrics.items()}}
         if told.weight_b is not None:
             named["the weight"] = told.weight_b
         for name, value in named.items():
-            if jnp.shape(value) != (rows,):
+            if not isinstance(value, _ARRAY):
+                raise TypeError(f"{name.capitalize()} should be an array of one value per example, not {_kind(value)}.")
+            if (shape := jnp.shape(value)) != (rows,):
+                advice = (
+                    "Do not average over the batch, hetjax sums and divides: return for instance "
+                    "optax.softmax_cross_entropy_with_integer_labels(logits, labels) without .mean()."
+                    if not shape
+                    else "Sum or average over the other axes of each example."
+                )
                 raise ValueError(
                     f"loss_fn must return one value per example: for {rows} rows {name} should have shape ({rows},), "
-                    f"but it has shape {jnp.shape(value)}. Do not average over the batch; hetjax sums and divides."
+                    f"but it has shape {shape}. {advice}"
                 )
         return told, state_sums
+
+
+def as_example(returned: Any) -> Example:
+    """What a loss function returned, as an `Example`."""
+    if isinstance(returned, Example):
+        return returned
+    if not isinstance(returned, _ARRAY):
+        raise TypeError(
+            f"The loss function returned {_kind(returned)} in place of a loss. Return the loss of each example alone, "
+            "or, with more to report, hetjax.Example(loss, metrics={'accuracy': correct})."
+        )
+    return Example(returned)
+
+
+def _kind(value: Any) -> str:
+    return f"a tuple of {len(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"
 
 
 def example_keys(ctl: jax.Array, rows: int) -> jax.Array:

@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 import jax
 
 from hetjax.launch.meeting_point import (
+    address_to_bind,
     check_free,
-    is_loopback,
     own_address_towards,
     split_address,
     wait_until_reachable,
@@ -64,7 +64,7 @@ def initialise(
 
     coordinator      HOST:PORT where process 0 is met; all processes give the same
     processes        how many there are; process: which one this is, from 0
-    bind             HOST:PORT that process 0 listens on; the coordinator's if that is loopback, else all its addresses
+    bind             HOST:PORT that process 0 listens on (default: the coordinator's address)
     start_limit      seconds until all have to be there
     wait_limit       seconds that a collective may wait for a process; then the program ends
     heartbeat_limit  seconds after which a silent process counts as dead and all others end
@@ -81,10 +81,11 @@ def initialise(
         raise RuntimeError("initialise() was called before: once is enough, at the start of the program.")
     _limit_collectives(wait_limit)
     assert place.coordinator is not None
-    host, port = split_address(place.coordinator)
-    bind = bind or os.environ.get(BIND) or (place.coordinator if is_loopback(host) else None)
-    if place.first:
-        check_free(bind or f"0.0.0.0:{port}")
+    bind = bind or os.environ.get(BIND)
+    if place.first and bind is not None:
+        check_free(bind)
+    elif place.first:
+        bind = address_to_bind(place.coordinator)
     else:
         with _said_when_slow(f"for process 0 at {place.coordinator}, for at most {start_limit:g} s", place):
             wait_until_reachable(place.coordinator, start_limit)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 
-from hetjax.run.contract import Example
+from hetjax.run.contract import Example, as_example
 from hetjax.run.norm import BatchNorm, over_groups
 
 Tree = Any
@@ -36,6 +36,9 @@ def from_nnx(model: nnx.Module, example_loss: ExampleLoss) -> FlaxModel:
     Each example runs by vmap with its own random streams, so dropout does not depend on the split: `rngs` to pass on
     in a call, and the streams that layers of the model hold are set from the same key. In evaluation `rngs` is None and
     the model is in `.eval()` mode.
+
+    Parameters and `nnx.BatchStat` variables are kept from step to step; every example finds all other variables as the
+    model was given. Batch normalization has to be `hetjax.BatchNorm`.
     """
     groups = _groups(model)
     trained, evaluated = nnx.clone(model), nnx.clone(model)
@@ -52,11 +55,11 @@ def from_nnx(model: nnx.Module, example_loss: ExampleLoss) -> FlaxModel:
         return told, nnx.state(live, nnx.BatchStat)
 
     def eval_one(params: Tree, stats: Tree, example: Tree, key: jax.Array) -> tuple[Any, Tree]:
-        live = nnx.merge(eval_graph, params, stats, streams, rest)
+        live = nnx.merge(eval_graph, params, stats, streams, rest, copy=True)
         return example_loss(live, example, None), ()
 
     def merge(params: Tree, model_state: Tree) -> nnx.Module:
-        return nnx.merge(eval_graph, params, model_state if stateful else stats, streams, rest)
+        return nnx.merge(eval_graph, params, model_state if stateful else stats, streams, rest, copy=True)
 
     return _contract(train_one, eval_one, params, stats, groups, merge)
 
@@ -72,8 +75,8 @@ def from_linen(
     """`example_loss(apply, example)` gives the loss of one example; `apply(x, ...)` calls the module on it.
 
     `variables` come from `module.init`. Dropout gets the example's own key under 'dropout'. `eval_module` is the module
-    for evaluation where modes are fixed at construction (`use_running_average=True`, `deterministic=True`); `group`
-    is that of its LinenBatchNorm layers.
+    for evaluation where modes are fixed at construction (`use_running_average=True`, `deterministic=True`). Batch
+    normalization has to be `hetjax.LinenBatchNorm`, and `group` is that of these layers.
     """
     params = variables["params"]
     stats = variables.get("batch_stats", {})
@@ -86,7 +89,8 @@ def from_linen(
         def apply(*args: Any, **kwargs: Any) -> Any:
             nonlocal seen
             tree = {"params": params, "batch_stats": stats, **fixed}
-            out, changed = module.apply(tree, *args, rngs={"dropout": key}, mutable=["batch_stats"], **kwargs)
+            with linen.intercept_methods(_refuse_batch_norm):
+                out, changed = module.apply(tree, *args, rngs={"dropout": key}, mutable=["batch_stats"], **kwargs)
             seen = changed.get("batch_stats", stats)
             return out
 
@@ -109,7 +113,7 @@ def _contract(
     quantum = math.lcm(*groups) if groups else 1
     if not stateful:
         run = lambda one: (
-            lambda params, batch, keys_b: _as_example(
+            lambda params, batch, keys_b: as_example(
                 jax.vmap(lambda example, key: one(params, stats, example, key)[0])(batch, keys_b)
             )
         )
@@ -121,17 +125,13 @@ def _contract(
         wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))
         total = lambda x: jnp.sum(jnp.where(mask_b.reshape(-1, *[1] * (x.ndim - 1)), wide(x), 0), axis=0)
         count = jnp.sum(mask_b, dtype=jnp.float32)
-        return _as_example(told), (jax.tree.map(total, stats_b), count)
+        return as_example(told), (jax.tree.map(total, stats_b), count)
 
     def eval_fn(params: Tree, state: Tree, batch: Tree, keys_b: jax.Array, mask_b: jax.Array) -> tuple[Example, Tree]:
         told = jax.vmap(lambda example, key: eval_one(params, state, example, key)[0])(batch, keys_b)
-        return _as_example(told), ()
+        return as_example(told), ()
 
     return FlaxModel(loss_fn, eval_fn, params, stats, merge, quantum)
-
-
-def _as_example(told: Any) -> Example:
-    return told if isinstance(told, Example) else Example(told)
 
 
 def _rekeyed(streams: Tree, key: jax.Array) -> Tree:
@@ -147,10 +147,24 @@ def _groups(model: nnx.Module) -> list[int]:
     groups = []
     for path, module in nnx.iter_modules(model):
         if isinstance(module, nnx.BatchNorm):
-            raise ValueError(
-                f"The layer {'.'.join(map(str, path))} is flax.nnx.BatchNorm, whose statistics depend on how the batch "
-                "is split among workers. Use hetjax.BatchNorm (fixed groups of the global batch) or GroupNorm."
-            )
+            raise _batch_norm(path, "flax.nnx.BatchNorm", "hetjax.BatchNorm")
         if isinstance(module, BatchNorm):
             groups.append(module.group)
     return groups
+
+
+def _refuse_batch_norm(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+    """An interceptor of Linen's methods; a BatchNorm that only uses its running averages may stay."""
+    layer = context.module
+    if isinstance(layer, linen.BatchNorm) and context.method_name == "__call__":
+        given = args[1] if len(args) > 1 else kwargs.get("use_running_average")
+        if not (layer.use_running_average if given is None else given):
+            raise _batch_norm(layer.path, "flax.linen.BatchNorm", "hetjax.LinenBatchNorm")
+    return call(*args, **kwargs)
+
+
+def _batch_norm(path: Iterable[Any], given: str, instead: str) -> ValueError:
+    return ValueError(
+        f"The layer {'.'.join(map(str, path))} is {given}, whose statistics depend on how the batch is split among "
+        f"workers. Use {instead} (fixed groups of the global batch), GroupNorm or LayerNorm."
+    )

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from hetjax.run.contract import Example, Objective, example_keys, valid_rows
 from hetjax.run.layout import Layout, Parts, Sums
+from hetjax.run.optimizer import trainable, with_trained
 from hetjax.run.sync_axis import SyncAxis
 
 Tree = Any
@@ -41,11 +42,11 @@ def train_sums(objective: Objective, layout: Layout) -> RowSums:
         rows, mask_b = valid_rows(rows, ctl)
         keys_b = example_keys(ctl, len(mask_b))
 
-        def total_loss(params: Tree) -> tuple[jax.Array, tuple[Example, Tree]]:
-            told, state_sums = objective(params, model_state, rows, keys_b, mask_b)
+        def total_loss(trained: Tree) -> tuple[jax.Array, tuple[Example, Tree]]:
+            told, state_sums = objective(with_trained(params, trained), model_state, rows, keys_b, mask_b)
             return _masked_sum(told.loss_b, mask_b, layout.dtype), (told, state_sums)
 
-        grads, (told, state_sums) = jax.grad(total_loss, has_aux=True)(params)
+        grads, (told, state_sums) = jax.grad(total_loss, has_aux=True)(trainable(params))
         return layout.pack(Sums(grads, state_sums, **_scalars(told, mask_b, layout.dtype)))
 
     return sums
@@ -74,5 +75,5 @@ def layout_of(
     mask_b = jax.ShapeDtypeStruct((rows,), jnp.bool_)
     with SyncAxis(None).allowed() as axis:
         told, state_sums = jax.eval_shape(objective, params, model_state, block, keys_b, mask_b)
-    grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), params) if train else ()
+    grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), trainable(params)) if train else ()
     return Layout.of(grads, state_sums if train else (), tuple(told.metrics)), axis.used

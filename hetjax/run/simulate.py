@@ -15,10 +15,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hetjax.run.members import kept_entries
+
 log = logging.getLogger("hetjax")
 
 MARGIN = 1.5
 OVERRUN_WARNING = 0.02
+LONGEST = 3600.0  # seconds of one row, or of a startup
 
 Trace = Callable[[int], tuple[np.ndarray, np.ndarray]]  # step -> (speed_W, startup_W)
 
@@ -26,9 +29,23 @@ Trace = Callable[[int], tuple[np.ndarray, np.ndarray]]  # step -> (speed_W, star
 def constant(speeds: Sequence[float], startup: Sequence[float] | float = 0.0) -> Trace:
     """The same speeds (relative: 1, 0.5, ...) and startups (seconds a step) for ever."""
     speed_W = np.asarray(speeds, np.float64)
-    startup_W = np.broadcast_to(np.asarray(startup, np.float64), speed_W.shape)
+    startup_W = np.asarray(startup, np.float64)
+    startup_W = np.broadcast_to(startup_W, speed_W.shape) if startup_W.ndim == 0 else startup_W
     check_speeds(speed_W, startup_W)
     return lambda step: (speed_W, startup_W)
+
+
+def of_survivors(trace: Trace, workers: int) -> Trace:
+    """The trace of the workers that an elastic run goes on with; see `hetjax.run.members`."""
+    given = len(trace(0)[0])
+    if len(kept := kept_entries(given, workers)) == given:
+        return trace
+
+    def of_kept(step: int) -> tuple[np.ndarray, np.ndarray]:
+        speed_W, startup_W = trace(step)
+        return speed_W[kept], startup_W[kept]
+
+    return of_kept
 
 
 def check_speeds(speed_W: np.ndarray, startup_W: np.ndarray) -> None:
@@ -36,8 +53,10 @@ def check_speeds(speed_W: np.ndarray, startup_W: np.ndarray) -> None:
         raise ValueError(f"Simulated speeds are one number per worker; got speeds {speed_W} and startups {startup_W}.")
     if not (np.isfinite(speed_W).all() and (speed_W > 0).all()):
         raise ValueError(f"Simulated speeds must be positive numbers such as 1, 1, 0.5; got {speed_W.tolist()}.")
-    if not (np.isfinite(startup_W).all() and (startup_W >= 0).all()):
-        raise ValueError(f"Simulated startups are seconds, zero or more; got {startup_W.tolist()}.")
+    if not ((startup_W >= 0) & (startup_W <= LONGEST)).all():  # a NaN is neither
+        raise ValueError(
+            f"Simulated startups are seconds, zero or more and at most {LONGEST:.0f}; got {startup_W.tolist()}."
+        )
 
 
 @dataclass
@@ -51,10 +70,29 @@ class Simulation:
     phases: int = 0
     overruns: int = 0
 
+    def __post_init__(self) -> None:
+        if self.row_time is not None:
+            if not 0 < self.row_time < np.inf:
+                raise ValueError(f"row_time is {self.row_time}: expected seconds above 0, or None to measure it.")
+            self._check_row()
+
+    def _check_row(self) -> None:
+        """Refuse speeds at which one row would take for ever."""
+        assert self.row_time is not None
+        speed_W = self.trace(self.step)[0]
+        slow_W = self.row_time > LONGEST * speed_W
+        if slow_W.any():
+            i = int(np.argmax(slow_W))
+            raise ValueError(
+                f"Worker {i} has the simulated speed {speed_W[i]:g}. One row takes {self.row_time:g} s at speed 1, so "
+                f"here it would take more than {LONGEST:.0f} s. Raise the speed or lower the row time."
+            )
+
     def calibrate(self, rows_W: np.ndarray, seconds_W: np.ndarray) -> None:
         """Fix row_time from phases that all workers ran at once."""
         ran = rows_W > 0
         self.row_time = max(self.least, MARGIN * float(np.max(seconds_W[ran] / rows_W[ran])))
+        self._check_row()
         speed_W, startup_W = self.trace(self.step)
         log.info(
             "Simulated speeds %s, startups %s s: one row takes %.3g ms at speed 1.",
@@ -70,6 +108,7 @@ class Simulation:
         """Return when the simulated phase is over. `sleep`: another way to wait than time.sleep."""
         if self.row_time is None:
             return
+        self._check_row()
         speed_W, startup_W = self.trace(self.step)
         left = startup_W[worker] + rows * self.row_time / speed_W[worker] - (time.perf_counter() - began)
         self.phases += 1

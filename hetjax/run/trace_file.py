@@ -13,11 +13,10 @@ mention stays as it was.
 from __future__ import annotations
 
 import json
+import reprlib
 from bisect import bisect_right
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from hetjax.run.simulate import Trace, constant
 
@@ -29,18 +28,26 @@ def read_trace(path: str | Path) -> Trace:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise FileNotFoundError(f"There is no trace file {path}.") from None
+    except OSError as error:
+        raise OSError(f"The trace file {path} cannot be read ({error.strerror}).") from error
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}).") from error
+    except RecursionError:
+        raise ValueError(f"{path} is no trace: it is nested too deeply.") from None
     if not isinstance(content, dict) or "speeds" not in content:
         raise ValueError(f'{path} is no trace: expected an object such as {{"speeds": [1, 0.5], "changes": []}}.')
     _no_others(path, "it", content, {"speeds", "startup", "changes"})
     speeds, startup = content["speeds"], content.get("startup", 0.0)
     traces = [_constant(path, "speeds", speeds, startup)]
     steps = [0]
-    for place, change in enumerate(content.get("changes", [])):
+    changes = content.get("changes", [])
+    if not isinstance(changes, list):
+        raise ValueError(f'{path}: changes is {reprlib.repr(changes)}; expected a list of {{"step": 100, ...}}.')
+    for place, change in enumerate(changes):
         where = f"changes[{place}]"
-        if not isinstance(change, dict) or not isinstance(change.get("step"), int):
-            raise ValueError(f'{path}: {where} is {change!r}; expected {{"step": 100, "speeds": [...]}}.')
+        if not isinstance(change, dict) or type(change.get("step")) is not int:  # a bool is none, here
+            found = reprlib.repr(change)
+            raise ValueError(f'{path}: {where} is {found}; expected {{"step": 100, "speeds": [...]}}.')
         _no_others(path, where, change, {"step", "speeds", "startup"})
         if change["step"] <= steps[-1]:
             raise ValueError(f"{path}: {where} is at step {change['step']}; steps must rise, after {steps[-1]}.")
@@ -53,9 +60,12 @@ def read_trace(path: str | Path) -> Trace:
 
 
 def _constant(path: Path, where: str, speeds: Any, startup: Any) -> Trace:
+    for name, given in (("speeds", speeds), ("startup", startup)):
+        if any(type(number) not in (int, float) for number in (given if isinstance(given, list) else [given])):
+            raise ValueError(f"{path}: {where}: {name} is {reprlib.repr(given)}; expected numbers.")
     try:
-        return constant(np.asarray(speeds, np.float64).tolist(), startup)
-    except (ValueError, TypeError) as error:
+        return constant(speeds, startup)
+    except (ValueError, OverflowError) as error:
         raise ValueError(f"{path}: {where}: {error}") from error
 
 

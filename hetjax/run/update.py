@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from hetjax.run.layout import Sums
+from hetjax.run.optimizer import has_gradient, trainable, with_trained
 
 Tree = Any
 Core = tuple[Tree, Tree, Tree, Tree]  # params, model_state, opt_state, ema: what the devices hold
@@ -45,16 +46,22 @@ class State:
         return self.params, self.model_state, self.opt_state, self.ema
 
 
-def running_average(momentum: float = 0.9) -> Callable[[Tree, Tree], Tree]:
-    """state <- momentum * state + (1 - momentum) * sums / count, for state sums (sums like the state, count)."""
+@dataclass(frozen=True)
+class RunningAverage:
+    """How a model state moves on: a running average over the steps."""
 
-    def advance(model_state: Tree, state_sums: Tree) -> Tree:
+    momentum: float = 0.9
+
+    def __call__(self, model_state: Tree, state_sums: Tree) -> Tree:
         sums, count = state_sums
         safe = jnp.maximum(count, 1)
-        blend = lambda old, total: (momentum * old + (1 - momentum) * total / safe).astype(old.dtype)
+        blend = lambda old, total: (self.momentum * old + (1 - self.momentum) * total / safe).astype(old.dtype)
         return jax.tree.map(blend, model_state, sums)
 
-    return advance
+
+def running_average(momentum: float = 0.9) -> RunningAverage:
+    """state <- momentum * state + (1 - momentum) * sums / count, for state sums (sums like the state, count)."""
+    return RunningAverage(momentum)
 
 
 def optimiser_step(
@@ -63,19 +70,23 @@ def optimiser_step(
     """g = (sum over workers of the sum of per-example gradients) / (sum of weights), then any optax update.
 
     Clipping belongs into the optimiser: here it sees the whole batch's gradient. The reduce applies it only where all
-    sums are finite.
+    sums are finite. An optimizer that takes the loss (`value`, as reduce_on_plateau does) is given that of the step.
     """
+    update = optax.with_extra_args_support(optimizer).update
 
     def finish(core: Core, sums: Sums) -> Core:
         params, model_state, opt_state, ema = core
-        grads = jax.tree.map(lambda g, p: (g / sums.weight).astype(p.dtype), sums.grads, params)
-        updates, new_opt_state = optimizer.update(grads, opt_state, params)
-        new_params = optax.apply_updates(params, updates)
+        trained = trainable(params)
+        grads = jax.tree.map(lambda g, p: (g / sums.weight).astype(p.dtype), sums.grads, trained)
+        updates, new_opt_state = update(grads, opt_state, trained, value=sums.loss / sums.weight)
+        new_params = with_trained(params, optax.apply_updates(trained, updates))
         new_state = model_state if advance is None else advance(model_state, sums.state_sums)
         new_ema = (
             ema
             if ema_decay is None
-            else jax.tree.map(lambda e, p: ema_decay * e + (1 - ema_decay) * p, ema, new_params)
+            else jax.tree.map(
+                lambda e, p: ema_decay * e + (1 - ema_decay) * p if has_gradient(p) else p, ema, new_params
+            )
         )
         return new_params, new_state, new_opt_state, new_ema
 

@@ -33,6 +33,7 @@ from hetjax.run.agree import gather
 from hetjax.run.compiles import expected
 from hetjax.run.engines.protocol import Replicas
 from hetjax.run.layout import HOST_SLOTS, SLOTS, Parts, Report, Sums
+from hetjax.run.members import kept_entries
 from hetjax.run.reduce import Reduce
 from hetjax.run.sum_parts import sum_parts
 from hetjax.run.update import State
@@ -70,7 +71,7 @@ class Decentralised(Sync):
 
     def mixing(self, workers: int) -> Mixing:
         """What a mixing step of so many workers does; the same in every process, whatever its CPU's last bits."""
-        matrix, name = topology(self.topology, workers)
+        matrix, name = topology(self.topology, workers, kept_entries)
         if self.matcha_budget is None:
             return Mixing.of(matrix, name)
         made = matcha(matrix, self.matcha_budget, name)
@@ -140,16 +141,19 @@ class Neighbours:
             finite & (total > 0),
             self._moved,
             lambda core, *_: core,
-            core, params, layout.unpack(parts), weight.astype(layout.dtype), total,
+            core, params, layout.unpack(parts), weight.astype(layout.dtype), total, tail[0] / total,
         )  # fmt: skip
         return jax.tree.map(lambda x: x[None], moved), tail
 
-    def _moved(self, core: Tree, params: Tree, own: Sums, weight: jax.Array, total: jax.Array) -> Tree:
-        """One worker's update from its own sums. Without samples its gradient is zero: momentum and schedule go on."""
+    def _moved(self, core: Tree, params: Tree, own: Sums, weight: jax.Array, total: jax.Array, loss: jax.Array) -> Tree:
+        """One worker's update from its own sums. Without samples its gradient is zero: momentum and schedule go on.
+
+        An optimizer that takes the loss is given the mean over all workers, `loss`.
+        """
         some = own.weight > 0
         factor = weight if self.faithful else weight * len(self.workers)
         over = jnp.where(some, own.weight, 1) if self.faithful else total
-        sums = replace(own, grads=jax.tree.map(lambda g: g * factor, own.grads), weight=over)
+        sums = replace(own, grads=jax.tree.map(lambda g: g * factor, own.grads), weight=over, loss=loss * over)
         params, model_state, opt_state, ema = self.finish((params, *core[1:]), sums)
         return params, jax.tree.map(partial(jnp.where, some), model_state, core[1]), opt_state, ema
 

@@ -21,6 +21,7 @@ def as_process(monkeypatch):
         monkeypatch.setattr(jax, "process_index", lambda: process)
         take = lambda content: sent.append(content) or content if process == 0 else next(received)
         monkeypatch.setattr(resume, "from_first", take)
+        monkeypatch.setattr(resume, "gather", lambda value: [value])
 
     return be
 

@@ -83,6 +83,19 @@ def test_memory_rows_are_the_rows_of_the_arrays(indices):
     np.testing.assert_array_equal(batch["b"], arrays["b"][indices])
 
 
+@pytest.mark.parametrize("name", ["image", "img"])
+def test_a_users_bytes_are_scaled_only_on_request(name):
+    arrays = {name: np.arange(12, dtype=np.uint8).reshape(4, 3)}
+    batch = fetch(MemorySource(arrays), np.arange(4))
+    assert batch[name].dtype == np.uint8
+    np.testing.assert_array_equal(batch[name], arrays[name])
+    scaled = fetch(MemorySource(arrays, scale={name: 1 / 255}), np.arange(4))
+    assert scaled[name].dtype == np.float32
+    np.testing.assert_array_equal(scaled[name], arrays[name] * np.float32(1 / 255))
+    with pytest.raises(ValueError, match="scale names"):
+        MemorySource(arrays, scale={"other": 0.5})
+
+
 def test_memory_refuses_arrays_of_different_length():
     with pytest.raises(ValueError, match=r"'a': 3, 'b': 4"):
         MemorySource({"a": np.zeros(3), "b": np.zeros(4)})

@@ -80,6 +80,23 @@ def test_a_resumed_run_moves_few_samples_to_its_new_rates(tmp_path):
     assert (more.owner_D != fewer.owner_D).sum() == more.sizes_W[2]
 
 
+def test_survivors_of_an_elastic_run_keep_their_blocks(tmp_path, monkeypatch):
+    """Process 1 of 3 is lost: rates and blocks of 0 and 2 stay theirs, also those of a file."""
+    file = str(tmp_path / "file")
+    for source in (["--rates", "4,2,1"], ["--speeds", "4,2,1"], ["--blocks", file]):
+        folder = tmp_path / source[0]
+        monkeypatch.delenv("HETJAX_LOST", raising=False)
+        monkeypatch.delenv("HETJAX_PROCESSES", raising=False)
+        before = blocks_for(folder, *source, "--devices", "3")
+        before.save(file)
+        monkeypatch.setenv("HETJAX_LOST", "1")
+        monkeypatch.setenv("HETJAX_PROCESSES", "2")
+        after = blocks_for(folder, *source, "--devices", "2", "--resume")
+        assert after.rates_W.tolist() == [4, 1]
+        for old, new in ((0, 0), (2, 1)):
+            assert set(before.indices[old]) < set(after.indices[new])
+
+
 def test_a_resumed_run_does_not_measure_the_same_workers_again(tmp_path, monkeypatch):
     flags = ["--devices", "2", "--speeds", "real", "--out", str(tmp_path)]
     old = blocks_for(tmp_path, *flags, "--rates", "3,1")

@@ -3,8 +3,10 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -111,6 +113,61 @@ def test_the_one_before_a_damaged_checkpoint_is_resumed_from_with_a_warning(tmp_
     assert "run.json has changed since it was written" in told
     assert f"goes on after step {before}" in told
     np.testing.assert_allclose(read_run(folder).loss_S, read_run(tmp_path / "whole").loss_S, rtol=1e-4)
+
+
+def test_a_second_run_in_the_same_folder_is_refused_and_changes_nothing(tmp_path, tiny, monkeypatch):
+    """Also one that compares, whose runs have folders of their own in it, and one of several processes."""
+    flags = [*tiny(), "--devices", "1", "--steps", "4", "--out", str(tmp_path / "run")]
+    several = ["-m", "hetjax", "launch", "--processes", "2", "--"]
+    second, tell = [], watch.Follow.__call__
+
+    def told(self, record, state):
+        tell(self, record, state)
+        if record.step == 2:
+            before = sorted(tmp_path.rglob("*"))
+            environment = os.environ | {"PYTHONPATH": str(Path(checkpoint.__file__).parents[2])}
+            for way, more in (([], ["--strategy", "balanced"]), ([], []), (several, ["--strategy", "equal"])):
+                command = [sys.executable, *way, train.__file__, *flags, *more]
+                second.append(subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120))
+            assert sorted(tmp_path.rglob("*")) == before
+
+    monkeypatch.setattr(watch.Follow, "__call__", told)
+    assert train.main([*flags, "--strategy", "equal"]) == 0
+    for done in second:
+        assert done.returncode == 2, done.stderr
+        assert f"{tmp_path / 'run'} is in use by another program: process {os.getpid()} on host" in done.stderr
+        assert "Traceback" not in done.stderr
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2, 3, 4]
+    assert not list(tmp_path.rglob(".lock"))
+
+
+@pytest.mark.parametrize("length", ["steps", "epochs"])
+def test_a_finished_run_can_be_made_longer(length, tmp_path, tiny, capsys):
+    """Steps and epochs are totals: the longer run is that of a program that was never stopped."""
+    flags = [*tiny(), "--devices", "2", "--strategy", "equal", "--schedule", "constant"]
+    short, long = {"steps": (4, 12), "epochs": (1, 3)}[length]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert train.main([*flags, f"--{length}", str(long), "--out", str(whole)]) == 0
+    assert train.main([*flags, f"--{length}", str(short), "--out", str(parts)]) == 0
+    resume = ["--resume", "--out", str(parts), "--devices", "2"]
+    assert train.main([*resume, f"--{length}", str(long)]) == 0
+    assert "finished already" not in capsys.readouterr().out
+    np.testing.assert_allclose(read_run(parts).loss_S, read_run(whole).loss_S, rtol=1e-5)
+    told = [json.loads((folder / "summary.json").read_text()) for folder in (parts, whole)]
+    for key in ("steps", "samples", "last_step", "cursor"):
+        assert told[0][key] == told[1][key]
+    for asked in ([], [f"--{length}", str(long)], [f"--{length}", str(short)]):
+        assert train.main([*resume, *asked]) == 0
+        assert "finished already" in capsys.readouterr().out
+
+
+def test_a_cosine_over_more_steps_than_before_is_named(tmp_path, tiny, capsys):
+    flags = [*tiny(), "--devices", "1", "--strategy", "equal", "--out", str(tmp_path / "run")]
+    assert train.main([*flags, "--steps", "2"]) == 0
+    assert train.main([*flags, "--steps", "4", "--resume"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "Steps 1 to 2 followed the cosine schedule of a run of --steps 2" in told
+    assert len(rows(tmp_path / "run")) == 4
 
 
 def test_infinity_stops_the_run_names_step_and_worker_and_keeps_the_last_good_checkpoint(tmp_path, tiny, capsys):

@@ -46,5 +46,5 @@ def test_what_a_killed_program_leaves_is_whole(tmp_path, caplog):
         assert all((part == found.step).all() for part in found.params)
         step = found.step
     assert not caplog.records  # no damage was seen
-    checkpoint.Saver(tmp_path, FakeTrainer())
+    checkpoint.Saver(tmp_path, FakeTrainer()).close()
     assert {path.name for path in tmp_path.iterdir()} <= {f"step_{n:08d}" for n in range(step - 3, step + 1)}

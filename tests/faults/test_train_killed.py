@@ -62,3 +62,21 @@ def test_the_node_that_is_left_goes_on_after_a_kill(place):
     assert (there["steps"], there["samples"], there["workers"]) == (epochs * 15, epochs * 1438, 1)
     assert there["test_loss"] == pytest.approx(here["test_loss"], rel=0.15)
     assert abs(there["test_accuracy"] - here["test_accuracy"]) < 0.05
+
+
+def test_survivors_of_an_elastic_run_keep_their_entries_of_per_worker_lists(place):
+    """Worker 1 of 3 is killed: speeds 1 and 0.7 are left, and capacities 100 and 70, which just hold the batch."""
+    flags = ["--model", "mlp", "--width", "8", "--batch-size", "170", "--strategy", "balanced", "--steps", "60"]
+    flags += ["--speeds", "1,0.5,0.7", "--row-time", "0.2", "--capacity", "100,50,70"]
+    folder = place.folder / "run"
+    run = Run(
+        place, folder / "metrics.jsonl",
+        "--processes", 3, "--elastic", "--grace", 1, "--", TRAIN, *flags, "--save-steps", 5, "--out", folder,
+    )  # fmt: skip
+    run.wait_for_rows(8)
+    assert run.strike(1, signal.SIGKILL) < DETECTED
+    assert run.end() == 0, run.said
+    assert run.rows()[-1]["counts"] == [100, 70]
+    found = json.loads((folder / "summary.json").read_text())
+    assert (found["workers"], found["steps"]) == (2, 60)
+    assert found["ideal_samples_per_s"] == pytest.approx(1.7 / 0.2e-3)

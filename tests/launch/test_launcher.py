@@ -223,7 +223,7 @@ def test_a_mistake_of_the_user_is_not_repeated(place):
 def test_elastic_goes_on_with_those_that_are_left(place):
     """Process 1 of 3 dies, then process 0 of 2; the last one does it alone."""
     program = place.program(
-        "n = int(os.environ['HETJAX_PROCESSES'])\n"
+        "n = int(os.environ['HETJAX_PROCESSES'])\nprint('lost ' + os.environ.get('HETJAX_LOST', '-'))\n"
         "if n == 3 and me == 1 or n == 2 and me == 0: os.kill(os.getpid(), 9)\n"
         "if n > 1: time.sleep(100)\nprint('alone', sys.argv[1:])"
     )
@@ -231,6 +231,7 @@ def test_elastic_goes_on_with_those_that_are_left(place):
     assert (code, lines[-1]) == (0, "[0] alone ['--resume']")
     assert "starts again with 2 processes" in err
     assert "starts again with 1 process " in err
+    assert {line.partition(" ")[2] for line in lines[:-1]} == {"lost -", "lost 1", "lost 0,1"}  # by first numbers
 
 
 def test_a_colour_for_each_process_on_a_terminal(place):

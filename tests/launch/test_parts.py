@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launching import until
 
+from hetjax.launch import meeting_point
 from hetjax.launch.accelerators import gpus_here, shares_of_gpus
 from hetjax.launch.heartbeat import Beat, Listener, from_environment
-from hetjax.launch.meeting_point import is_loopback, own_address_towards, split_address
+from hetjax.launch.meeting_point import address_to_bind, is_loopback, own_address_towards, split_address
 from hetjax.launch.pinning import cores_for
 from hetjax.launch.pulse import Pulse
 
@@ -121,3 +122,41 @@ def test_addresses():
     assert not is_loopback("0.0.0.0")
     assert not is_loopback("node0")
     assert own_address_towards("127.0.0.1:80") == "127.0.0.1"
+
+
+@pytest.fixture
+def known(monkeypatch):
+    """The addresses of the host node0, of which 192.0.2.7 is another machine's."""
+
+    def at(*addresses):
+        found = [(0, 0, 0, "", (address, 0)) for address in addresses]
+        monkeypatch.setattr(meeting_point.socket, "getaddrinfo", lambda *_, **__: found)
+
+    def check_free(address):
+        if address.startswith("192.0.2.7:"):
+            raise OSError(f"Process 0 cannot listen on {address}.")
+
+    monkeypatch.setattr(meeting_point, "check_free", check_free)
+    return at
+
+
+def test_process_0_listens_on_the_coordinators_address_only(known, caplog):
+    known("192.0.2.5")
+    assert address_to_bind("node0:80") == "192.0.2.5:80"
+    known("127.0.1.1", "192.0.2.7", "2001:db8::5")
+    assert address_to_bind("node0:80") == "[2001:db8::5]:80"
+    known("127.0.0.1")
+    assert address_to_bind("localhost:80") == "localhost:80"
+    assert not caplog.records
+
+
+def test_where_nobody_says_which_address_that_is_process_0_listens_on_all_and_warns(known, caplog):
+    known("127.0.1.1")
+    assert address_to_bind("node0:80") == "0.0.0.0:80"
+    assert "node0 is a loopback address on this machine, so process 0 listens on all addresses" in caplog.text
+
+
+def test_the_address_of_another_machine_is_refused(known):
+    known("192.0.2.7")
+    with pytest.raises(OSError, match=r"cannot listen on 192.0.2.7:80\. .*say where to listen by HETJAX_BIND"):
+        address_to_bind("node0:80")

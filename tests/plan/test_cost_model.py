@@ -194,3 +194,41 @@ def test_a_change_of_all_that_lasts_is_learned():
     for k in range(100):
         model.observe(x_W, x_W * (1.0 if k < 40 else 2.0) * (1.02 if k % 2 else 0.98), on_W)
     np.testing.assert_allclose(model.startup_W + model.per_work_W * x_W, 200.0, rtol=0.03)
+
+
+@pytest.mark.parametrize("factor", [40.0, 1 / 40])
+def test_what_is_common_to_the_others_says_nothing_about_a_worker_without_a_timing(factor):
+    seed = 13
+    rng, x_W, on_W = np.random.default_rng(seed), np.full(3, 100.0), np.ones(3, bool)
+    print(f"seed {seed}")
+    model = CostModel(3)
+    feed(model, rng, np.zeros(3), np.ones(3), np.tile(x_W, (40, 1)))
+    alone = lambda: (model.costs()[0][2], model.costs()[1][2], model._now_5xW()[:, 2].tolist(), model.ratio_W[2])
+    before, on_W[2] = alone(), False
+    for k in range(100):
+        model.observe(x_W, x_W * rng.normal(1, 0.05, 3) * (factor if k % 10 == 0 else 1.0), on_W)
+    assert alone() == before
+
+
+def test_a_common_hiccup_of_40x_is_no_jump_and_hardly_moves_the_models():
+    model, x_W, on_W = CostModel(3), np.full(3, 100.0), np.ones(3, bool)
+    for k in range(40):
+        model.observe(x_W, x_W * (1.02 if k % 2 else 0.98), on_W)
+    model.observe(x_W, 40.0 * x_W, on_W)
+    assert not model.jumped
+    assert not model.away_W.any()
+    np.testing.assert_allclose(model.startup_W + model.per_work_W * x_W, 1.2 * x_W, rtol=0.05)
+
+
+def test_timings_of_any_size_overflow_nothing():
+    """Timings of 1e-300 and 1e300 s, and idle steps in between."""
+    seed = 14
+    rng = np.random.default_rng(seed)
+    print(f"seed {seed}")
+    model, x_W = CostModel(3), np.full(3, 100.0)
+    with np.errstate(over="raise", invalid="raise", divide="raise"):
+        for _ in range(1000):
+            model.observe(x_W, rng.choice([1e-300, 1e-6, 1.0, 1e300], 3), rng.random(3) < 0.7)
+    assert np.isfinite(model._now_5xW()).all()
+    assert np.isfinite(model.noise)
+    assert np.all(model.startup_W + model.per_work_W * x_W <= 2e6)

@@ -10,7 +10,7 @@ import pytest
 import hetjax.plan
 
 ROOT = Path(hetjax.plan.__file__).parent
-FILES = [ROOT / f"{stem}.py" for stem in ("allocation", "cost_model", "limits", "logarithm", "rounding")]
+FILES = [ROOT / f"{stem}.py" for stem in ("allocation", "cost_model", "grid", "limits", "logarithm", "rounding")]
 FILES += sorted((ROOT / "controllers").glob("*.py"))
 # The last bit of these depends on the processor, or on the library behind it.
 INEXACT = {"exp", "expm1", "log", "log1p", "log2", "log10", "power", "pow", "sin", "cos", "tanh", "cbrt", "hypot"}

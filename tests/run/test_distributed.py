@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hetjax.launch.meeting_point import free_port
+from hetjax.launch.meeting_point import free_port, is_loopback, own_address_towards
 from hetjax.run.distributed import Place, detected_cluster, find_place
 
 ROOT = Path(__file__).parents[2]
@@ -156,6 +156,26 @@ def test_two_processes_compute_together_and_listen_on_loopback_only():
     listens = [line for text in told for line in text.splitlines() if line.startswith("listens")]
     assert len(listens) >= 3  # the coordinator, and the collectives of both
     assert all(line.endswith("0100007F") for line in listens)  # 127.0.0.1, also as part of an IPv6 address
+
+
+def outside_address():
+    """An address of this machine that is not loopback; None where it has none."""
+    try:
+        own = own_address_towards("198.51.100.1:9")  # nothing is sent
+    except OSError:
+        return None
+    return None if is_loopback(own) else own
+
+
+@pytest.mark.skipif(outside_address() is None, reason="this machine has loopback only")
+def test_a_coordinator_on_another_address_listens_there_only():
+    own = outside_address()
+    codes, told = together(*told_to(LISTENS=1, HETJAX_COORDINATOR=f"{own}:{free_port(own)}"))
+    assert codes == [0, 0], told
+    listens = [line for text in told for line in text.splitlines() if line.startswith("listens")]
+    assert len(listens) >= 3
+    as_listed = "".join(f"{int(part):02X}" for part in reversed(own.split(".")))
+    assert all(line.endswith(as_listed) for line in listens), listens
 
 
 def test_slurm_for_real():

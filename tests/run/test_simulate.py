@@ -78,9 +78,30 @@ def test_speeds_follow_a_trace_by_step(clock):
         ([1, -1], 0.0, "positive"),
         ([1, np.nan], 0.0, "positive"),
         ([1], [-0.1], "seconds, zero or more"),
+        ([1], [1e300], "seconds, zero or more and at most 3600"),
+        ([1, 1], [0, 0, 0], "one number per worker"),
         ([[1]], 0.0, "one number"),
     ],
 )
 def test_impossible_speeds_are_refused(speeds, startup, words):
     with pytest.raises(ValueError, match=words):
         constant(speeds, startup)
+
+
+@pytest.mark.parametrize("row_time", [0.0, -1.0, np.nan, np.inf])
+def test_an_impossible_row_time_is_refused(row_time):
+    with pytest.raises(ValueError, match=r"row_time is .*: expected seconds above 0"):
+        Simulation(constant([1]), row_time=row_time)
+
+
+def test_a_row_that_takes_for_ever_is_refused_as_soon_as_it_is_known(clock):
+    with pytest.raises(ValueError, match=r"Worker 1 has the simulated speed 0\.5"):
+        Simulation(constant([1, 0.5]), row_time=3000.0)
+    simulation = Simulation(constant([1, 1e-300]))
+    with pytest.raises(ValueError, match=r"simulated speed 1e-300\. .* more than 3600 s"):
+        simulation.calibrate(np.array([10, 10]), np.array([0.1, 0.1]))
+    simulation = Simulation(lambda step: (np.array([1.0 if step < 5 else 1e-300]), np.zeros(1)), row_time=0.01)
+    phase(simulation, clock, 0, rows=10, real=0.0)
+    simulation.step = 5
+    with pytest.raises(ValueError, match="simulated speed 1e-300"):
+        phase(simulation, clock, 0, rows=10, real=0.0)

@@ -33,7 +33,14 @@ def test_changes_hold_from_their_step_on(tmp_path):
         ("{", "is not JSON"),
         ([1, 2], "is no trace"),
         ({"speeds": [1, 0]}, "speeds: Simulated speeds must be positive"),
-        ({"speeds": ["fast"]}, "speeds: could not convert"),
+        ({"speeds": ["fast"]}, "speeds is .*; expected numbers"),
+        ({"speeds": ["1"]}, "speeds is .*; expected numbers"),
+        ({"speeds": [True]}, "speeds is .*; expected numbers"),
+        ({"speeds": [1], "startup": True}, "startup is True; expected numbers"),
+        ({"speeds": [1, 10**400]}, "speeds: int too large"),
+        pytest.param("[" * 100_000 + "]" * 100_000, "nested too deeply", id="deep"),
+        ({"speeds": [1], "changes": 5}, "changes is 5; expected a list"),
+        ({"speeds": [1], "changes": [{"step": True}]}, r"changes\[0\] is"),
         ({"speeds": [1], "change": []}, "holds change"),
         ({"speeds": [1], "changes": [{"speeds": [1]}]}, r"changes\[0\] is"),
         ({"speeds": [1], "changes": [{"step": 5}, {"step": 5}]}, "steps must rise"),
@@ -43,3 +50,10 @@ def test_changes_hold_from_their_step_on(tmp_path):
 def test_a_broken_trace_is_refused(content, sentence, tmp_path):
     with pytest.raises(ValueError, match=f"trace.json.*{sentence}"):
         read_trace(written(tmp_path, content))
+
+
+def test_a_trace_that_cannot_be_read_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="There is no trace file"):
+        read_trace(tmp_path / "none.json")
+    with pytest.raises(OSError, match="cannot be read"):
+        read_trace(tmp_path)

@@ -51,26 +51,38 @@ def indices(rows: dict[str, np.ndarray], span, seed: int = 0) -> np.ndarray:
     return Sampler(len(rows["y"]), 1, seed).indices(span.epoch, span.start, span.stop)
 
 
-def shared_account(log, rows: dict[str, np.ndarray]) -> np.ndarray:
-    """Hogbatch from its log: update v takes the gradient at version v - 1 - staleness and moves version v - 1."""
-    versions = [np.zeros(4)]
+def shared_account(log, rows: dict[str, np.ndarray], heavy: float = 0.0) -> np.ndarray:
+    """Hogbatch from its log: update v takes the gradient at version v - 1 - staleness and moves version v - 1.
+
+    `heavy`: momentum of the optimizer, which sees gradients scaled by their batch.
+    """
+    versions, trace = [np.zeros(4)], np.zeros(4)
     for done in log:
         assert done.version == len(versions)
         read = versions[done.version - 1 - done.staleness]
-        versions.append(versions[-1] - RATE * done.scale * gradient(read, rows, indices(rows, done.span)))
+        trace = heavy * trace + done.scale * gradient(read, rows, indices(rows, done.span))
+        versions.append(versions[-1] - RATE * trace)
     return versions[-1]
 
 
-def merged_account(log, rows: dict[str, np.ndarray], workers: int, momentum: float, batches) -> np.ndarray:
-    """Adaptive SGD from its log: replicas of their own between merges, which the version counts."""
-    now, velocity = np.zeros(4), np.zeros(4)
+def merged_account(
+    log, rows: dict[str, np.ndarray], workers: int, momentum: float, batches, heavy: float = 0.0
+) -> np.ndarray:
+    """Adaptive SGD from its log: replicas of their own between merges, which the version counts.
+
+    `heavy`: momentum of the optimizer, which sees gradients scaled by their batch.
+    """
+    now, velocity, trace = np.zeros(4), np.zeros(4), np.zeros(4)
     for merge in range(max(done.version for done in log) + 1):
         replicas, updates = np.tile(now, (workers, 1)), np.zeros(workers, int)
+        traces = np.tile(trace, (workers, 1))
         for done in (d for d in log if d.version == merge):
             step = gradient(replicas[done.worker], rows, indices(rows, done.span))
-            replicas[done.worker] -= RATE * done.scale * step
+            traces[done.worker] = heavy * traces[done.worker] + done.scale * step
+            replicas[done.worker] -= RATE * traces[done.worker]
             updates[done.worker] += 1
-        velocity = merge_weights(updates, batches(merge)) @ replicas - now + momentum * velocity
+        weights = merge_weights(updates, batches(merge))
+        velocity, trace = weights @ replicas - now + momentum * velocity, weights @ traces
         now = now + velocity
     return now
 
@@ -90,7 +102,7 @@ class Versions:
     def receive(self, parts):
         return parts
 
-    def apply(self, parts, scale):
+    def apply(self, parts, scale, rate):
         self.version += 1
         return self.version, None
 

@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from async_problem import (
+    RATE,
     Versions,
     best,
     covered,
@@ -59,11 +60,12 @@ def test_one_worker_alone_is_sequential_sgd():
         assert jax.tree.all(jax.tree.map(np.array_equal, state.params, runs[0][0].params))
 
 
+@pytest.mark.parametrize("heavy", [0.0, 0.5])
 @pytest.mark.parametrize("kind", [Hogbatch, AdaptiveHogbatch])
-def test_the_shared_model_is_what_the_log_says_it_must_be(kind, float64):
-    rows, log = data(), []
-    found, history, *_ = run(kind, rows, log=log, batches=[4, 16, 8], epochs=4)
-    np.testing.assert_allclose(found, shared_account(log, rows), rtol=1e-9)
+def test_the_shared_model_is_what_the_log_says_it_must_be(kind, heavy, float64):
+    rows, log, optimizer = data(), [], optax.sgd(RATE, heavy or None)
+    found, history, *_ = run(kind, rows, log=log, batches=[4, 16, 8], epochs=4, trainer={"optimizer": optimizer})
+    np.testing.assert_allclose(found, shared_account(log, rows, heavy), rtol=1e-9)
     assert covered(log, 96) == list(range(4 * 96))
     assert max(done.staleness for done in log) > 1
     assert [done.version for done in log] == list(range(1, len(log) + 1))
@@ -74,11 +76,13 @@ def test_the_shared_model_is_what_the_log_says_it_must_be(kind, float64):
     assert all(done.scale == done.span.count / 16 for done in log)
 
 
-def test_replicas_are_merged_as_the_log_says(float64):
+@pytest.mark.parametrize("heavy", [0.0, 0.5])
+def test_replicas_are_merged_as_the_log_says(heavy, float64):
     rows, log = data(), []
     start = np.array([4, 16, 8])
     options = {"batches": start.tolist(), "smallest": 4, "mega_batch": 64, "momentum": 0.9}
-    found, _, sync, state = run(AdaptiveSgd, rows, log=log, epochs=4, **options)
+    optimizer = {"optimizer": optax.sgd(RATE, heavy or None)}
+    found, _, sync, state = run(AdaptiveSgd, rows, log=log, epochs=4, trainer=optimizer, **options)
 
     def batches(merge):
         at = start.astype(float)
@@ -88,7 +92,7 @@ def test_replicas_are_merged_as_the_log_says(float64):
             )
         return at
 
-    np.testing.assert_allclose(found, merged_account(log, rows, 3, 0.9, batches), rtol=1e-6)
+    np.testing.assert_allclose(found, merged_account(log, rows, 3, 0.9, batches, heavy), rtol=1e-6)
     assert covered(log, 96) == list(range(4 * 96))
     assert max(done.version for done in log) >= 4
     assert {done.batch for done in log} > {4, 16}  # they moved
@@ -166,7 +170,7 @@ def test_the_bound_holds_in_any_order_of_events_and_never_locks(workers, bound, 
         if worker in flying:
             assert method.commit(flying.pop(worker), None).staleness <= bound
         elif method.may_start(flying.values()):
-            flying[worker] = Task(worker, Range(0, 0, 1), 1, 1.0, 0.0, method.version)
+            flying[worker] = Task(worker, Range(0, 0, 1), 1, 1.0, 1.0, 0.0, method.version)
         else:
             assert flying  # only ever waits for somebody
 
@@ -255,9 +259,10 @@ def test_a_schedule_counts_in_samples():
     rows, log = data(), []
     run(Hogbatch, rows, log=log, schedule=lambda step: 1 - step / 12, scale_rate=False)
     done = np.cumsum([0] + [d.span.count for d in log[:-1]])
-    assert log[0].scale == 1
-    assert all(d.scale >= 1 - seen / 16 / 12 for d, seen in zip(log, done, strict=True))  # as of when it was taken
-    assert log[-1].scale < 0.2
+    assert log[0].rate == 1
+    assert all(d.rate >= 1 - seen / 16 / 12 for d, seen in zip(log, done, strict=True))  # as of when it was taken
+    assert log[-1].rate < 0.2
+    assert {d.scale for d in log} == {1.0}
 
 
 def test_the_rate_of_a_large_batch_is_capped():

@@ -168,7 +168,7 @@ def test_rows_that_come_late_are_no_fault_of_the_worker(monkeypatch, caplog):
 def test_how_long_a_task_may_take():
     """Ten seconds or twenty times the usual, from when the rows are there; and wait_limit in any case."""
     looking = Threads(None, None, 1, pause=Pause(), wait_limit=60.0, stopping=lambda: False)
-    task = Task(0, Range(0, 0, 4), 4, 1.0, taken=100.0, version=0)
+    task = Task(0, Range(0, 0, 4), 4, 1.0, 1.0, taken=100.0, version=0)
     assert looking._too_long(task, 159.0) is None
     assert "got no rows within 60 s" in looking._too_long(task, 161.0)
     task.started = 150.0

@@ -40,10 +40,11 @@ def test_an_update_is_a_delta_on_the_newest_model():
     assert (before.version, shared.snapshot.version) == (0, 2)
 
 
-def test_the_scale_is_on_the_update_of_any_optimiser():
+@pytest.mark.parametrize(("scale", "rate"), [(0.5, 1.0), (1.0, 0.5)])
+def test_an_optimizer_that_normalizes_gradients_moves_by_their_scale_nevertheless(scale, rate):
     """Adam's first update is lr whatever the gradient; scaled by a half it is half of that."""
     shared = model(optax.adam(0.1))
-    shared.apply(sums(123.0), 0.5)
+    shared.apply(sums(123.0), scale, rate)
     np.testing.assert_allclose(shared.snapshot.core[0]["w"], -0.05, rtol=1e-4)
 
 

@@ -34,6 +34,23 @@ def make(name: str, **options: Any) -> Controller:
     return REGISTRY[kind](**options)
 
 
+def resolve(controller: str | Controller) -> Controller:
+    """The controller of this name, or the controller itself.
+
+    Raises:
+        TypeError: If it is neither a name nor an object of the `Controller` protocol.
+    """
+    if isinstance(controller, str):
+        return make(controller)
+    methods = all(callable(getattr(controller, method, None)) for method in ("plan", "observe"))
+    if isinstance(controller, type) or not methods or not isinstance(getattr(controller, "name", None), str):
+        raise TypeError(
+            f"controller is {controller!r}: expected a name ({', '.join(sorted(REGISTRY))}) or an object of the "
+            "Controller protocol, with a name, plan and observe (and state_dict and load_state_dict to be saved)."
+        )
+    return controller
+
+
 __all__ = [
     "REGISTRY",
     "Balanced",
@@ -51,4 +68,5 @@ __all__ = [
     "Proportional",
     "Static",
     "make",
+    "resolve",
 ]

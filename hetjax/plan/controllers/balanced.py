@@ -16,6 +16,7 @@ from hetjax.plan.logarithm import ln
 from hetjax.plan.rounding import allowed
 
 _LOOKS = (8, 24, 72)  # steps after which counts are looked at again
+_DEAREST = 1000.0  # the most that a trial counts, in steps
 
 
 class Balanced(Frame):
@@ -44,15 +45,23 @@ class Balanced(Frame):
       (1 + those that lasted) steps; and for a second timing, unless most have lasted. When all workers are back at the
       models that they had, so are the counts.
 
-    A worker left without samples is never timed. It gets one quantum again as soon as the steps it has been idle,
-    times the step time, are `retry` times what the trial costs if the worker is one sd better than believed. One that
-    lost its samples to a single strange timing is tried at once. Any gain is taken after a trial.
+    A worker left without samples is never timed, so it is retried: one quantum, for one step. Such a trial costs
+    c = t / T(n) - 1 steps, t being the time of the quantum if the worker is one sd better than believed. With M
+    workers at work and k trials in vain since the worker became idle, it takes place after an idle time of
+
+        max(min(2^k M, retry) c, retry / 10)  steps,     1 <= c <= 1000 (0.1 <= c for at most two timings)
+
+    One more worker, as good as those at work, would save at most 1 / M of a step. So a pause forgoes no more than 2^k
+    trials cost; a worker that was slow for d steps gets samples again after at most 2 d + 2 M c steps, or d + retry c
+    if that is less; and trials of a worker that stays slow take 1 / retry of the time in the long run (c / 1000 times
+    that for c > 1000). A worker that lost its samples to a single strange timing is tried at once. Any gain is taken
+    after a trial.
     """
 
     name = "balanced"
     learned = (
         "since", "calm", "calm_before", "looks", "looks_before", "unrest", "planned", "away", "before_W", "idle_W",
-        "tried", "tried_seen",
+        "trials_W", "tried", "tried_seen",
     )  # fmt: skip
 
     def __init__(
@@ -82,6 +91,7 @@ class Balanced(Frame):
         self.before_W: np.ndarray | None = None  # counts before those that followed him
         self.planned = False  # whether counts have been solved for
         self.idle_W = np.zeros(workers, np.int64)  # steps without samples
+        self.trials_W = np.zeros(workers, np.int64)  # since it became idle
         self.tried, self.tried_seen = -1, 0  # the worker on trial, and its timings before
         self.worst = float(np.sqrt(2.0 * ln(max(workers, 1))))  # the largest of N errors, in sd
 
@@ -191,6 +201,7 @@ class Balanced(Frame):
     def plan(self, batch: int, limits: Limits, epoch: int = 0) -> Plan:
         plan = super().plan(batch, limits, epoch)
         self.idle_W = np.where(plan.counts_W > 0, 0, self.idle_W + 1)
+        self.trials_W = np.where(plan.counts_W > 0, 0, self.trials_W)
         if batch != self.usual or not self.model.known or plan.counts_W.all():
             return plan
         return self._trial(plan, limits)
@@ -203,9 +214,8 @@ class Balanced(Frame):
         time_W = _times(costs, unit_W, unit_work_W) * (1.0 - self.model.relative_sd(unit_work_W))
         now = float(np.max(_times(costs, plan.counts_W, limits.work(plan.counts_W))))
         able_W = (plan.counts_W == 0) & (limits.capacity_W >= limits.quantum)
-        least_W = np.where(self.model.seen_W <= 2, 0.1, 1.0)
-        earned_W = self.idle_W >= self.retry * np.maximum(time_W / now - 1.0, least_W)
-        due_W = able_W & (earned_W | self.model.doubt_W)
+        earned_W = self.idle_W >= self._pause(time_W / now - 1.0, int((plan.counts_W > 0).sum()))
+        due_W = able_W & (earned_W | (self.model.doubt_W & (self.trials_W == 0)))
         if self.usual < limits.quantum or not due_W.any():
             return plan
         worker = int(np.argmax(due_W))
@@ -222,8 +232,16 @@ class Balanced(Frame):
         tried = solve(*others, frame, self.usual, plan.counts_W, 0.05)
         if earned_W[worker]:  # counts change anyway: polish those that will be in force after the trial
             self.counts_W = solve(*costs, limits, self.usual, plan.counts_W, 0.05).counts_W
+        self.trials_W[worker] += 1
         self.idle_W[worker], self.tried, self.tried_seen = 0, worker, int(self.model.seen_W[worker])
         return Plan(tried.counts_W, plan.changed, f"worker {worker} had no samples: trying it for one step")
+
+    def _pause(self, cost_W: np.ndarray, busy: int) -> np.ndarray:
+        """Steps that each worker is to be idle before a trial of this cost, with `busy` workers at work."""
+        least_W = np.where(self.model.seen_W <= 2, 0.1, 1.0)
+        cost_W = np.minimum(np.maximum(cost_W, least_W), _DEAREST)
+        factor_W = np.minimum(float(busy) * (1 << np.minimum(self.trials_W, 30)), self.retry)
+        return np.maximum(factor_W * cost_W, 0.1 * self.retry)
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"model": self.model.state_dict()}

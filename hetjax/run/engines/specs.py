@@ -8,10 +8,12 @@ from typing import ClassVar
 
 import numpy as np
 
+from hetjax.plan.staircase import check_rungs
 from hetjax.run.clocks import Clocks
 from hetjax.run.engines.chunked import ChunkedEngine
 from hetjax.run.engines.protocol import Engine, Program
 from hetjax.run.engines.spmd import LoopedEngine, MaskedEngine
+from hetjax.run.members import kept_entries
 from hetjax.run.workers import Workers
 
 Whole = int | Sequence[int] | None  # one number for all workers, or one each
@@ -121,6 +123,9 @@ class Chunked(EngineSpec):
     complete: bool = False
     name: ClassVar[str] = "chunked"
 
+    def __post_init__(self) -> None:
+        check_rungs(self.rungs)
+
     def resolve(self, workers: Workers, exact_sync: bool) -> tuple[EngineSpec, str]:
         return self, "as asked"
 
@@ -227,6 +232,7 @@ def per_worker(what: str, given: Whole, default: int, workers: Workers) -> np.nd
     values = np.atleast_1d(np.asarray(default if given is None else given))
     if not np.issubdtype(values.dtype, np.integer) or values.ndim != 1 or (values < 1).any():
         raise ValueError(f"{what} must be whole numbers of at least 1, one for all workers or one each; got {given!r}.")
+    values = values[kept_entries(len(values), len(workers))]
     if len(values) not in (1, len(workers)):
         raise ValueError(
             f"{what} lists {len(values)} numbers for {len(workers)} workers: give one number, or one for each."

@@ -77,6 +77,7 @@ class Coordinator:
                 span=task.span,
                 batch=task.batch,
                 scale=task.scale,
+                rate=task.rate,
                 version=outcome.version,
                 staleness=outcome.staleness,
                 rows=lap.rows,
@@ -149,8 +150,8 @@ class Coordinator:
         batch = self.method.batch(worker, self.taking_part_W())
         span = self.pool.take(batch)
         assert span is not None
-        scale = self.rate.scale(span, batch, self._seen())
-        task = Task(worker, span, batch, scale, self.clock(), self.method.version)
+        scale, rate = self.rate.scale(span, batch), self.rate.at(self._seen())
+        task = Task(worker, span, batch, scale, rate, self.clock(), self.method.version)
         self._flying[worker] = task
         return task
 

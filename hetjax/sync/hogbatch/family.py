@@ -50,7 +50,8 @@ class Asynchronous(Sync):
     batches      the first batch of each worker. Unless given: unlike kinds of device start as published, CPUs at their
                  smallest batch and the others at their largest; otherwise shares of batch_size by (simulated) speed
     smallest     the least a batch may become: a sixteenth of the largest unless given. The largest is the capacity
-    scale_rate   whether the rate follows the batch: lr_E = lr min(b_E / reference, rate_cap)
+    scale_rate   whether gradients are scaled by their batch, min(b_E / reference, rate_cap): with SGD, momentum or not,
+                 every sample then counts alike; with Adam, which normalizes gradients, updates are scaled as well
     rate_cap     4 unless given; math.inf: no limit
     reference    the batch that the learning rate was chosen for: the trainer's batch_size unless given
     schedule     factor on the rate by progress, in steps of batch_size samples (a schedule in the optimiser counts
@@ -229,7 +230,8 @@ class Hogbatch(Asynchronous):
 class AdaptiveHogbatch(Hogbatch):
     """Batches that move so that all workers make equally many updates: by `alpha`, beyond a `dead_zone` of updates.
 
-    As published (`faithful`) there is no dead zone and no cap on the rate.
+    As published (`faithful`) there is no dead zone and no cap on the scale; without momentum, as in the paper, scaled
+    gradients are its lr_E = lr b_E / reference.
     """
 
     name = "adaptive-hogbatch"

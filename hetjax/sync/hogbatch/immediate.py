@@ -69,7 +69,7 @@ class Immediate:
         return self.model.receive(lap.parts)
 
     def commit(self, task: Task, prepared: Parts) -> Outcome:
-        version, tail = self.model.apply(prepared, task.scale)
+        version, tail = self.model.apply(prepared, task.scale, task.rate)
         self.updates_W[task.worker] += 1
         return Outcome(version, version - 1 - task.version, tail, (task.span,))
 

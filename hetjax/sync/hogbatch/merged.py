@@ -110,7 +110,7 @@ class Merged:
 
     def prepare(self, task: Task, lap: Lap) -> tuple[Core, jax.Array]:
         program, replica = self._update[self.devices[task.worker]], self._read_W[task.worker]
-        return jax.block_until_ready(run_update(program, replica, lap.parts, task.scale))
+        return jax.block_until_ready(run_update(program, replica, lap.parts, task.scale, task.rate))
 
     def commit(self, task: Task, prepared: tuple[Core, jax.Array]) -> Outcome:
         self._replica_W[task.worker], tail = prepared

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 from hetjax.run.compile_once import compile_for
 from hetjax.run.compiles import expected
@@ -22,9 +21,9 @@ from hetjax.run.layout import HOST_SLOTS, Layout, Parts
 from hetjax.run.reduce import apply_where_finite
 from hetjax.run.update import Core
 from hetjax.run.workers import device_kind
+from hetjax.sync.hogbatch.scaling import follows_scale, scaled
 from hetjax.sync.protocol import Rule
 
-Tree = Any
 _SLOTS = np.zeros(HOST_SLOTS, np.float32)  # times and plans do not travel with the sums here
 
 
@@ -42,16 +41,19 @@ class Snapshot:
 
 
 def compile_updates(layout: Layout, rule: Rule, core: Core, devices: Sequence[jax.Device]) -> dict[jax.Device, Any]:
-    """For each device the program (core, sums of a worker, slots, scale of the rate) -> core, and what to report."""
+    """For each device the program (core, sums of a worker, slots, scale, rate) -> core, and what to report."""
+    shape = lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype))
+    shapes = jax.tree.map(shape, core)
+    follows = follows_scale(rule.optimizer, shapes[0])
 
-    def step(core: Core, parts_1: Parts, slots: jax.Array, scale: jax.Array) -> tuple[Core, jax.Array]:
+    def step(core: Core, parts_1: Parts, slots: jax.Array, scale: jax.Array, rate: jax.Array) -> tuple[Core, jax.Array]:
         own = layout.outgoing(tuple(part[0] for part in parts_1), slots, 0, 1)
-        finish = replace(rule, optimizer=_scaled(rule.optimizer, scale)).finish()
+        finish = replace(rule, optimizer=scaled(rule.optimizer, follows, scale, rate)).finish()
         return apply_where_finite(layout, finish, core, own, 1)
 
-    shape = lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype))
     parts = tuple(jax.ShapeDtypeStruct((1, size), layout.dtype) for size in layout.sizes)
-    arguments = jax.tree.map(shape, core), parts, shape(_SLOTS), jax.ShapeDtypeStruct((), np.float32)
+    factor = jax.ShapeDtypeStruct((), np.float32)
+    arguments = shapes, parts, shape(_SLOTS), factor, factor
     programs: dict[jax.Device, Any] = {}
     with expected():
         for kind in dict.fromkeys(map(device_kind, devices)):
@@ -60,8 +62,8 @@ def compile_updates(layout: Layout, rule: Rule, core: Core, devices: Sequence[ja
     return programs
 
 
-def run_update(program: Any, core: Core, parts: Parts, scale: float) -> tuple[Core, jax.Array]:
-    return program(core, parts, _SLOTS, np.float32(scale))
+def run_update(program: Any, core: Core, parts: Parts, scale: float, rate: float) -> tuple[Core, jax.Array]:
+    return program(core, parts, _SLOTS, np.float32(scale), np.float32(rate))
 
 
 class SharedModel:
@@ -77,22 +79,12 @@ class SharedModel:
         """A worker's sums on the home device: there, or known to be lost, before the lock is taken."""
         return jax.block_until_ready(jax.device_put(parts, self.home))
 
-    def apply(self, parts: Parts, scale: float) -> tuple[int, jax.Array]:
+    def apply(self, parts: Parts, scale: float, rate: float = 1.0) -> tuple[int, jax.Array]:
         """Add the update of these sums to the newest model; its version then, and the report of the update."""
         with self._lock:
-            core, tail = run_update(self._update, self.snapshot.core, parts, scale)
+            core, tail = run_update(self._update, self.snapshot.core, parts, scale, rate)
             self.snapshot = Snapshot(self.snapshot.version + 1, core)
             return self.snapshot.version, tail
-
-
-def _scaled(optimizer: optax.GradientTransformation, scale: jax.Array) -> optax.GradientTransformation:
-    """An optimiser whose updates are taken `scale` times; its state is that of the optimiser itself."""
-
-    def update(grads: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
-        updates, state = optimizer.update(grads, state, params)
-        return jax.tree.map(lambda u: (scale * u).astype(u.dtype), updates), state
-
-    return optax.GradientTransformation(optimizer.init, update)
 
 
 def home_device(devices: tuple[jax.Device, ...]) -> jax.Device:

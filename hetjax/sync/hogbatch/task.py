@@ -18,7 +18,8 @@ class Task:
     worker: int
     span: Range
     batch: int  # as the worker was to get; the span may be shorter
-    scale: float  # of the learning rate
+    scale: float  # of the gradient, by the batch
+    rate: float  # of the learning rate, by the schedule
     taken: float  # on the coordinator's clock
     version: int  # of the model that its gradient is taken at
     started: float | None = None  # when its rows were there
@@ -32,6 +33,7 @@ class Update:
     span: Range
     batch: int
     scale: float
+    rate: float
     version: int  # of the model after it
     staleness: int  # updates of others between reading the model and this one
     rows: int  # computed, padding included

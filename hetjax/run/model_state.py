@@ -1,0 +1,167 @@
+"""A trial of the model state before training: what would train silently wrong is refused.
+
+No layer is asked what it is. Its state is computed for a few samples, for their two halves, and after a change of the
+old state:
+
+    split     the sums of the halves must add up to those of the whole; statistics over the rows of a block do not
+    averages  `running_average` averages statistics over the steps, so a new value must not depend on the old one, as
+              it does in a layer that keeps a running average of its own
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hetjax.run.compiles import expected
+from hetjax.run.contract import Objective, control, example_keys, valid_rows
+from hetjax.run.sync_axis import SyncAxis
+from hetjax.run.update import State
+
+log = logging.getLogger("hetjax")
+Tree = Any
+
+_LEAST = 4  # rows of a half: one alone has no variance
+# Of the largest value of a variable. Rounding moves sums by some 1e-6; statistics of the wrong rows by 1 / rows.
+_APART = 1e-3
+_REMEDY = (
+    "Use hetjax.BatchNorm or hetjax.LinenBatchNorm, or a layer without statistics of the batch, such as GroupNorm or "
+    "LayerNorm."
+)
+
+
+def warn_of_idle_workers(batch: int, group: int, workers: int) -> None:
+    """Say so where a batch has fewer groups than there are workers."""
+    groups = -(-batch // group)
+    if group == 1 or groups >= workers:
+        return
+    smaller = f"groups of at most {batch // workers} (BatchNorm(group=...)) or " if batch >= 2 * workers else ""
+    log.warning(
+        "A batch of %d samples has only %d group%s of %d, which cannot be split: at least %d of the %d workers are "
+        "idle in every step. Use %sbatch_size=%d or more.",
+        batch, groups, "s" * (groups > 1), group, workers - groups, workers, smaller, group * workers,
+    )  # fmt: skip
+
+
+def probe_size(quantum: int) -> int:
+    """How many samples a trial takes: two halves of whole groups."""
+    return 2 * quantum * -(-_LEAST // quantum)
+
+
+def probe_indices(samples: int, quantum: int) -> np.ndarray:
+    """Which of so many samples a trial takes, from all over them."""
+    rows = probe_size(quantum)
+    return np.arange(rows) * samples // rows
+
+
+def check_model_state(
+    loss_fn: Callable[..., Any], advance: Callable[..., Any], state: State, rows: Tree, device: jax.Device
+) -> None:
+    """Refuse a model whose state would be trained wrong, naming the variable.
+
+    Args:
+        loss_fn: The stateful loss function.
+        advance: How sums become the new state. Averages are checked only if it is a `running_average`.
+        state: The first state. Of several sets of parameters, the first one of this process is taken.
+        rows: The samples at `probe_indices`.
+        device: A device of this process.
+
+    Raises:
+        ValueError: If the state depends on the split, or if a layer averages over the steps itself.
+    """
+    half = len(jax.tree.leaves(rows)[0]) // 2
+    params, old = jax.device_put(
+        jax.tree.map(lambda x: _one(x, state.replicas), (state.params, state.model_state)), device
+    )
+    swapped = jax.tree.map(lambda x: np.roll(x, half, axis=0), rows)
+    objective = Objective(loss_fn, stateful=True)
+
+    @jax.jit
+    def run(params: Tree, old: Tree, rows: Tree, ctl: jax.Array) -> Tree:
+        rows, mask_b = valid_rows(rows, ctl)
+        return objective(params, old, rows, example_keys(ctl, len(mask_b)), mask_b)[1]
+
+    def sums_of(old: Tree, rows: Tree, count: int, position: int) -> Tree:
+        sums = run(params, old, rows, control(count, seed=0, epoch=0, position=position))
+        return jax.tree.map(lambda x: np.asarray(x, np.float64), sums)
+
+    with expected(), SyncAxis(None).allowed() as axis:
+        whole = sums_of(old, rows, 2 * half, 0)
+        halves = sums_of(old, rows, half, 0), sums_of(old, swapped, half, half)
+        if not axis.used:  # statistics over all workers are never those of a part
+            _check_split(whole, *halves, 2 * half)
+        if getattr(advance, "momentum", 0):  # whose sums are a pair, the first part like the state
+            _check_averages(lambda old: sums_of(old, rows, 2 * half, 0), whole, halves, old)
+
+
+def _check_split(whole: Tree, first: Tree, second: Tree, rows: int) -> None:
+    small = 1e-2 * rows  # behind a normalization means are zero but for rounding, some 1e-7 of values of order one
+    parts = zip(_names(whole), *map(jax.tree.leaves, (whole, first, second)), strict=True)
+    for name, of_whole, of_first, of_second in parts:
+        if _apart(of_whole, of_first + of_second, np.abs(of_first) + np.abs(of_second) + small):
+            raise ValueError(
+                f"The model state {name} depends on how a batch is split among the workers: its sums over a batch are "
+                f"not those over its two halves together. {_REMEDY}"
+            )
+
+
+def _check_averages(sums_of: Callable[[Tree], Tree], whole: Tree, halves: tuple[Tree, Tree], old: Tree) -> None:
+    """Change the old state as a whole, then each variable in doubt alone, as it may depend on others' old values."""
+    leaves, tree = jax.tree.flatten(jax.tree.map(np.asarray, old))
+    moved = [_moved(leaf, np.random.default_rng(i)) for i, leaf in enumerate(leaves)]
+    means = lambda sums: [total / max(sums[1], 1) for total in jax.tree.leaves(sums[0])]
+    means_of = lambda leaves: means(sums_of(jax.tree.unflatten(tree, leaves)))
+    before, after, one, other = means(whole), means_of(moved), means(halves[0]), means(halves[1])
+    for i, name in enumerate(_names(old)):
+        step = np.abs(np.asarray(moved[i] - leaves[i], np.float64))
+        frozen = not _apart(before[i], leaves[i]) and not _apart(after[i], moved[i])  # it hands on what it was given
+        if frozen or not _apart(before[i], after[i], step):
+            continue
+        alone = means_of([moved[k] if k == i else leaf for k, leaf in enumerate(leaves)])
+        if _apart(before[i], alone[i], step):
+            advice = (
+                ""
+                if _apart(one[i], other[i])
+                else (
+                    " Its value does not depend on the samples, so it can also be taken as the layer computes it: give "
+                    "Trainer advance=hetjax.running_average(0.0)."
+                )
+            )
+            raise ValueError(
+                f"The model state {name} would be averaged twice: its new value depends on the old one, so the layer "
+                f"keeps an average of its own, and hetjax averages over the steps again. {_REMEDY}{advice}"
+            )
+
+
+def _apart(a: Any, b: Any, scale: Any = None) -> bool:
+    """Whether two arrays differ by more than rounding; NaN differs from nothing, it is found in the first step."""
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    scale = np.maximum(np.abs(a), np.abs(b)) if scale is None else scale
+    return bool(np.max(np.abs(a - b), initial=0) > _APART * np.max(scale, initial=0))
+
+
+def _moved(x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Another value of a variable: larger, so that a variance stays one, and in another direction."""
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return (x + 0.1 * (1 + np.abs(x)) * rng.uniform(0.5, 1, x.shape)).astype(x.dtype)
+    return x + 1 if jnp.issubdtype(x.dtype, jnp.integer) else x
+
+
+def _names(tree: Tree) -> list[str]:
+    """Paths of the leaves of a state, or of the sums for its running average: a pair like the state and a count."""
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    if isinstance(tree, tuple):
+        paths = [path[1:] for path in paths]
+    names = [jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value") for path in paths]
+    return [name or "count" for name in names]
+
+
+def _one(x: Any, replicas: int) -> Any:
+    """This process's copy of an array, or the first of several sets in it."""
+    x = x.addressable_data(0) if isinstance(x, jax.Array) else x
+    return x[0] if replicas else x

@@ -1,0 +1,55 @@
+"""`balanced` over long runs: beliefs stay bounded by what was seen, and nobody stays idle for longer than pays."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hetjax.plan.controllers import Balanced
+from hetjax.plan.limits import Limits
+from hetjax.plan.virtual_time import Trace, simulate
+
+WORKERS, BATCH, STARTUP, PER_SAMPLE = 3, 20, 40e-3, 0.1e-3  # seconds: an idle worker costs the others next to nothing
+SLOW = 40.0
+
+
+def run_long(slow_TxW):
+    """Equal workers times `slow_TxW`, all 40 times as slow in 1% of the steps; a warning is an error."""
+    steps = len(slow_TxW)
+    spike_TxW = np.where(np.random.default_rng(1).random((steps, 1)) < 0.01, SLOW, np.ones((1, WORKERS)))
+    limits = Limits.plain(WORKERS, BATCH)
+    trace = Trace("long", BATCH, STARTUP * slow_TxW, PER_SAMPLE * slow_TxW, steps, 0.1, limits, spike_TxW)
+    controller = Balanced()
+    with np.errstate(all="raise"):
+        run = simulate(controller, trace, trace.draw(0), 1)
+    return controller.model, run
+
+
+def pauses(idle_T):
+    """Lengths of the runs of idle steps."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], idle_T, [False]]).astype(int)))
+    return edges[1::2] - edges[::2]
+
+
+@pytest.mark.parametrize("steps", [6_000, pytest.param(200_000, marks=pytest.mark.slow)])
+def test_a_worker_that_recovers_is_soon_back(steps):
+    """Every 1000 steps one of them is 40 times as slow for d <= 30 steps, which makes it idle."""
+    rng, slow_TxW = np.random.default_rng(0), np.ones((steps, WORKERS))
+    for start in range(500, steps, 1000):
+        slow_TxW[start : start + rng.integers(1, 31), rng.integers(WORKERS)] = SLOW
+    model, run = run_long(slow_TxW)
+    idle_TxW = run.counts_TxW == 0
+    assert 0 < idle_TxW.sum() <= (steps // 1000) * (2 * 30 + 2 * (WORKERS - 1) * SLOW)  # 2 d + 2 M c for each
+    assert max(pauses(idle_T).max(initial=0) for idle_T in idle_TxW.T) <= 1000
+    assert np.all(model.startup_W <= run.times_T.max())
+
+
+def test_trials_of_a_worker_that_stays_slow_take_little_of_the_time():
+    steps = 6_000
+    slow_TxW = np.ones((steps, WORKERS))
+    slow_TxW[:, 2] = SLOW
+    model, run = run_long(slow_TxW)
+    idle_T = run.counts_TxW[:, 2] == 0
+    assert 2 <= (~idle_T[10:]).sum() <= 9  # 2^k M c < 6000 for M = 2, c = 38 and k <= 6
+    assert pauses(idle_T).max() <= Balanced().retry * SLOW
+    assert model.startup_W[2] <= run.times_T.max()

@@ -1,0 +1,110 @@
+"""Any optax optimizer: those that take the loss get it, what is none is refused, and integers stay as they are."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import hetjax
+
+RNG = np.random.default_rng(0)
+DATA = {"x": RNG.normal(size=(40, 3)).astype(np.float32)}
+DATA["y"] = DATA["x"].sum(1)
+STEPS = 6
+
+
+def loss_fn(params, batch, keys):
+    return (batch["x"] @ params["w"] - batch["y"]) ** 2
+
+
+def run(optimizer, params, **options):
+    options = {"batch_size": 40, "controller": "equal", "devices": jax.devices()[:2], "rungs": [20], **options}
+    with hetjax.Trainer(loss_fn, optimizer, **options) as trainer:
+        state, history = trainer.fit(trainer.init(params), DATA, steps=STEPS)
+        return state, history.losses, trainer.evaluate(state, DATA)
+
+
+def plateau(patience=1):
+    """A rate of 1e-3, a tenth of it as soon as a step does not halve the loss, and so on."""
+    return optax.chain(optax.sgd(1e-3), optax.contrib.reduce_on_plateau(factor=0.1, patience=patience, rtol=0.5))
+
+
+@pytest.mark.parametrize("optimizer", [plateau(), optax.polyak_sgd(0.1)], ids=["reduce_on_plateau", "polyak"])
+def test_an_optimizer_that_takes_the_loss_does_what_it_does_alone(optimizer):
+    params = {"w": jnp.zeros(3)}
+    state, losses, _ = run(optimizer, params)
+    alone, expected = optimizer.init(params), []
+    for _ in range(STEPS):  # one batch is all there is, so that its order does not matter
+        loss, grads = jax.value_and_grad(lambda params: loss_fn(params, DATA, None).mean())(params)
+        updates, alone = optimizer.update(grads, alone, params, value=loss)
+        params = optax.apply_updates(params, updates)
+        expected.append(loss)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    np.testing.assert_allclose(state.params["w"], params["w"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("sync", ["decentralised", "hogbatch"])
+def test_so_do_the_other_syncs(sync):
+    extra = {"rungs": None} if sync == "hogbatch" else {}
+    state, _, told = run(plateau(patience=2), {"w": jnp.zeros(3)}, sync=sync, **extra)
+    scale = np.asarray(state.opt_state[1].scale)
+    np.testing.assert_allclose(scale, np.full_like(scale, scale.flat[0]))  # all workers were given the same loss
+    assert scale.max() < 1
+    assert np.isfinite(told["loss"])
+
+
+def test_a_line_search_is_refused_with_a_way_out():
+    with pytest.raises(TypeError, match=r"requires 'grad' and 'value_fn'.*optax\.lbfgs\(0\.1, linesearch=None\)"):
+        run(optax.lbfgs(), {"w": jnp.zeros(3)})
+    _, losses, _ = run(optax.lbfgs(0.1, linesearch=None), {"w": jnp.zeros(3)})
+    assert losses[-1] < losses[0]
+
+
+def test_what_is_no_optax_optimizer_is_refused_with_what_to_give():
+    wrapped = nnx.Optimizer(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param)
+    for given, sentence in [(wrapped, r"got Optimizer\..*optimizer\.tx"), (optax.adam, "Call it"), (None, "NoneType")]:
+        with pytest.raises(TypeError, match=sentence):
+            hetjax.Trainer(loss_fn, given, batch_size=8)
+
+
+def fixed(params):
+    return {"bits": jnp.array([7, 2**31 - 1], jnp.int32), "on": jnp.array(True), **params}
+
+
+def test_integers_and_booleans_among_the_parameters_pass_through():
+    params = {"w": jnp.zeros(3)}
+    optimizer = optax.adamw(0.1, weight_decay=0.1)
+    state, losses, told = run(optimizer, fixed(params), ema_decay=0.9)
+    plain, expected, of_plain = run(optimizer, params, ema_decay=0.9)
+    assert losses == expected
+    assert told == of_plain
+    np.testing.assert_array_equal(state.params["w"], plain.params["w"])
+    for values in (state.params, state.ema):
+        for name, value in fixed({}).items():
+            np.testing.assert_array_equal(values[name], value)
+            assert values[name].dtype == value.dtype
+
+
+def test_integers_in_a_flax_model_pass_through():
+    class Net(nnx.Module):
+        def __init__(self):
+            self.linear, self.code = nnx.Linear(3, 1, rngs=nnx.Rngs(0)), nnx.Param(jnp.arange(3, dtype=jnp.int8))
+
+        def __call__(self, x):
+            return self.linear(x * self.code[...])[0]
+
+    model = hetjax.from_nnx(Net(), lambda model, example, rngs: (model(example["x"]) - example["y"]) ** 2)
+    with hetjax.Trainer(model.loss_fn, optax.adam(0.1), batch_size=8, devices=jax.devices()[:2]) as trainer:
+        state, _ = trainer.fit(trainer.init(model.params), DATA, steps=2)
+    merged = model.merge(state.params, None)
+    np.testing.assert_array_equal(merged.code[...], np.arange(3, dtype=np.int8))
+    assert not np.array_equal(merged.linear.kernel[...], model.params["linear"]["kernel"][...])
+
+
+def test_integers_are_refused_where_they_cannot_pass_or_are_all():
+    with pytest.raises(ValueError, match=r"\['bits'\] is int32.*nnx\.Variable"):
+        run(optax.sgd(0.1), fixed({"w": jnp.zeros(3)}), sync="decentralised")
+    with pytest.raises(ValueError, match="nothing to train"):
+        run(optax.sgd(0.1), fixed({}))
