@@ -31,7 +31,7 @@ from async_speed_up import PHASES, real_speed_up, simulated_speed_up
 from rich.console import Console
 from rich.table import Table
 
-from hetjax import Simulation, Trainer, fake_devices
+from hetjax import Chunked, Simulation, Trainer, fake_devices
 from hetjax.data import MemorySource
 from hetjax.history import History
 from hetjax.plan import controllers
@@ -79,7 +79,8 @@ def make_trainer(problem: Problem, sync: str, simulation: Simulation) -> Trainer
         "adaptive-hogbatch": lambda: AdaptiveHogbatch(**common),
         "adaptive-sgd": lambda: AdaptiveSgd(**common, mega_batch=4 * BATCH),
     }
-    how = {"sync": syncs[sync]()} if sync in syncs else {"controller": sync, "rungs": [1, 4, 16, 64, 256]}
+    stepped = {"controller": sync, "engine": Chunked(rungs=[1, 4, 16, 64, 256])}
+    how = {"sync": syncs[sync]()} if sync in syncs else stepped
     devices = jax.devices()[:2]
     return Trainer(loss_fn, optax.sgd(problem.rate), batch_size=BATCH, devices=devices, speeds=simulation, **how)
 

@@ -6,7 +6,9 @@ work_tax       time of the auto engine at n rows / time of a plain jitted gradie
                log-spaced n between capacity / 16 and capacity (--quick: every third one); masked and looped beside it
                (--quick: for mlp only)
 even_overhead  a hetjax step with equal counts / a jitted data-parallel step by hand, same model, same fake devices,
-               both with rows from arrays in memory, taken while the step before computes
+               both with rows from arrays in memory, taken while the step before computes: hetjax.Step in a loop of
+               one's own, and Trainer.fit
+own_loop       the first of these over the second
 plan_us        the balanced controller's time per step (observe and plan) at 8 and at 1,024 workers
 recompiles     programs compiled while counts change over 100 random plans
 
@@ -40,14 +42,7 @@ from hetjax import Example, models
 from hetjax.plan import controllers
 from hetjax.plan.controllers.protocol import Observation, Plan
 from hetjax.plan.limits import Limits
-from hetjax.plan.sampler import Span
-from hetjax.run.clocks import Clocks
 from hetjax.run.compiles import compiles
-from hetjax.run.contract import Objective
-from hetjax.run.engines import Engine, Program, Rows, choose, make_engine
-from hetjax.run.local import layout_of, train_sums
-from hetjax.run.reduce import make_reduce
-from hetjax.run.update import unchanged
 from hetjax.run.workers import AXIS, Workers
 
 
@@ -90,16 +85,17 @@ def case(name: str) -> Case:
 # -- work_tax --
 
 
-def engine_for(case: Case, name: str, workers: Workers, clocks: Clocks, **options: Any) -> tuple[Engine, Any]:
-    """An engine on one worker, and parameters placed for it."""
-    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
-    row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), case.data)
-    params = jax.tree.map(shape, case.flax.params)
-    objective = Objective(case.flax.loss_fn)
-    layout, _ = layout_of(objective, params, None, row, 2, train=True)
-    program = Program(train_sums(objective, layout), layout.sizes, layout.dtype, params, None, row)
-    engine = make_engine(name, program, workers, clocks, batch=case.capacity, **options)
-    return engine, make_reduce("psum", workers, layout, unchanged, (case.flax.params, None))
+def step_for(case: Case, engine: Any) -> hetjax.Step:
+    """A step on one worker."""
+    return hetjax.Step(
+        case.flax,
+        optax.sgd(0.0),
+        batch_size=case.capacity,
+        controller="equal",
+        engine=engine,
+        devices=jax.devices()[:1],
+        capacity=case.capacity,
+    )
 
 
 def plain_gradient(case: Case, n: int) -> Callable[[], Any]:
@@ -142,73 +138,41 @@ def odd_sizes(capacity: int) -> list[int]:
     return [*(next(k for k in range(n, 2 * n) if prime(k)) for n in sizes[:-1]), capacity]
 
 
-def settle(engine: Engine, counts: np.ndarray) -> None:
-    """As in training: while the counts stay the same, rungs join between steps as long as they promise to save work."""
-    for _ in range(500):
-        engine.grow(counts)
-        if engine._growing is not None:
-            engine._growing.result()
-
-
 def work_tax(name: str, quick: bool) -> tuple[float, dict[str, Any]]:
     made = case(name)
-    workers = Workers.of(jax.devices()[:1])
-    clocks = Clocks(workers)
-    engines = {"auto": engine_for(made, choose("auto", workers, False)[0], workers, clocks)}
+    specs: dict[str, Any] = {"auto": "auto"}
     if name == "mlp" or not quick:  # the largest programs of all, so the longest to compile
-        micro = made.capacity // 16
-        engines["looped"] = engine_for(made, "looped", workers, clocks, capacity=made.capacity, micro=micro)
-        engines["masked"] = engine_for(made, "masked", workers, clocks, capacity=made.capacity)
-    auto = engines["auto"][0]
-    rows, ratios = [], {engine: [] for engine in engines}
+        specs |= {"looped": hetjax.Looped(micro=made.capacity // 16), "masked": "masked"}
+    steps = {engine: step_for(made, spec) for engine, spec in specs.items()}
+    states = {engine: step(step.init(made.flax.params), made.data)[0] for engine, step in steps.items()}
+    auto = steps["auto"].engine
+    rows, ratios = [], {engine: [] for engine in steps}
     for place, n in enumerate(odd_sizes(made.capacity)[2::3] if quick else odd_sizes(made.capacity)):
         counts = np.array([n])
-        settle(auto, counts)
+        auto.settle(counts)  # as in training, where rungs join while the counts stay the same
         runs: dict[str, Callable[[], Any]] = {"plain": plain_gradient(made, int(n))}
-        for engine_name, (engine, reduce) in engines.items():
-            if quick and engine_name != "auto" and place % 2 == 0:
+        for engine, step in steps.items():
+            if quick and engine != "auto" and place % 2 == 0:
                 continue  # beside it, for the picture: half of the sizes will do
-            packed = engine.pack(Rows(made.data, 0), Span(0, 0, int(n)), counts, seed=0)
-            runs[engine_name] = lambda engine=engine, reduce=reduce, packed=packed: clocks.wait(
-                engine.start(reduce, packed)
-            )
+            runs[engine] = step.local_phases(states[engine], made.data, counts)
         seconds = in_turns(runs, repeats=25 if quick else 41, seconds=0.8 if quick else 4.0)
-        for engine_name in set(engines) & set(runs):
-            ratios[engine_name].append(seconds[engine_name] / seconds["plain"])
-        chunks = [chunk.rung for chunk in auto.pack(Rows(made.data, 0), Span(0, 0, int(n)), counts, seed=0)[0]]
-        rows.append({"n": int(n), "chunks": chunks, **{k: round(1e3 * v, 2) for k, v in seconds.items()}})
+        for engine in set(steps) & set(runs):
+            ratios[engine].append(seconds[engine] / seconds["plain"])
+        ms = {name: round(1e3 * value, 2) for name, value in seconds.items()}
+        rows.append({"n": int(n), "rows": auto.rows_of(0, int(n)), **ms})
     (ladder,) = auto.ladders.values()
     rungs = sorted(ladder.programs)
     odd = sum(all(row["n"] % rung for rung in rungs) for row in rows)
     mean = {engine: float(np.exp(np.mean(np.log(values)))) for engine, values in ratios.items()}
-    for engine, _ in engines.values():
-        engine.close()
-    clocks.close()
+    for step in steps.values():
+        step.close()
     return mean["auto"], {"ladder": rungs, "odd_n": odd, "geometric_mean": mean, "ms": rows}
 
 
 # -- even_overhead --
 
 
-class Halves:
-    """Equal counts for ever."""
-
-    name = "equal"
-
-    def plan(self, batch: int, limits: Limits, epoch: int = 0) -> Plan:
-        return Plan(np.full(limits.workers, batch // limits.workers, np.int64))
-
-    def observe(self, seen: Observation) -> None:
-        pass
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
-
-def even_overhead(quick: bool) -> tuple[float, dict[str, Any]]:
+def even_overhead(quick: bool) -> tuple[dict[str, float], dict[str, Any]]:
     """Blocks of steps in turns. The step by hand is what a good JAX user writes: shard_map, pmean, donation."""
     made, batch = case("mlp"), 2048
     rng = np.random.default_rng(1)
@@ -248,26 +212,48 @@ def even_overhead(quick: bool) -> tuple[float, dict[str, Any]]:
             held[0], held[1], loss, _ = by_hand(*held, rows, index)
         jax.block_until_ready(loss)
 
-    with hetjax.Trainer(made.flax.loss_fn, optimizer, batch_size=batch, controller=Halves()) as trainer:
-        state = [trainer.fit(trainer.init(made.flax.params), data, steps=40)[0]]  # the ladder grows where it pays
-        inside: list[float] = []
+    chosen = [order[k * batch : (k + 1) * batch] for k in range(8)]
+    loader = lambda steps: ({name: values[chosen[k % 8]] for name, values in data.items()} for k in range(steps))
+    options = {"batch_size": batch, "controller": "fixed:" + ",".join("1" * len(workers))}
+    with (
+        hetjax.Trainer(made.flax, optimizer, **options) as trainer,
+        hetjax.Step(made.flax, optimizer, **options) as step,
+    ):
+        trained = [trainer.fit(trainer.init(made.flax.params), data, steps=40)[0]]  # the ladder grows where it pays
+        live = [step.init(made.flax.params)]
 
-        def run_hetjax() -> None:
-            state[0], history = trainer.fit(state[0], data, steps=steps)
+        def run_own_loop(steps: int = steps) -> None:
+            for rows in loader(steps):
+                live[0], _ = step(live[0], rows)
+            step.flush()
+
+        def run_trainer() -> None:
+            trained[0], history = trainer.fit(trained[0], data, steps=steps)
             inside.append(sum(record.step_time for record in history.records))
 
-        by_hand_times, hetjax_times = [], []
+        inside: list[float] = []
+        times: dict[str, list[float]] = {"by_hand": [], "own_loop": [], "trainer": []}
+        run_own_loop(40)
+        step.engine.settle(np.full(len(workers), batch // len(workers)))
+        trainer.step.engine.settle(np.full(len(workers), batch // len(workers)))
+        run_own_loop(2)
         run_by_hand(2)
-        for _ in range(3 if quick else 15):
-            began = time.perf_counter()
-            run_by_hand()
-            by_hand_times.append((time.perf_counter() - began) / steps)
-            run_hetjax()
-            hetjax_times.append(inside[-1] / steps)
-    ratio = float(np.median(np.array(hetjax_times) / np.array(by_hand_times)))
-    spread = np.percentile(np.array(hetjax_times) / np.array(by_hand_times), [25, 75]).round(3).tolist()
-    ms = {"by_hand": 1e3 * float(np.median(by_hand_times)), "hetjax": 1e3 * float(np.median(hetjax_times))}
-    return ratio, {"step_ms": ms, "quartiles": spread, "workers": len(workers), "batch": batch}
+        for turn in range(3 if quick else 15):
+            runs = [("by_hand", run_by_hand), ("own_loop", run_own_loop), ("trainer", run_trainer)]
+            for name, run in runs[turn % 3 :] + runs[: turn % 3]:  # nobody is always the first
+                began = time.perf_counter()
+                run()
+                seconds = inside[-1] if name == "trainer" else time.perf_counter() - began
+                times[name].append(seconds / steps)
+    over = lambda a, b: np.array(times[a]) / np.array(times[b])
+    quartiles = lambda ratios: np.percentile(ratios, [25, 75]).round(3).tolist()
+    pairs = {name: (name, "by_hand") for name in ("own_loop", "trainer")} | {
+        "own_over_trainer": ("own_loop", "trainer")
+    }
+    ratios = {name: float(np.median(over(*pair))) for name, pair in pairs.items()}
+    spread = {name: quartiles(over(*pair)) for name, pair in pairs.items()}
+    ms = {name: 1e3 * float(np.median(values)) for name, values in times.items()}
+    return ratios, {"step_ms": ms, "quartiles": spread, "workers": len(workers), "batch": batch}
 
 
 # -- plan_us --
@@ -295,8 +281,10 @@ def plan_us(workers: int, steps: int = 200) -> float:
 # -- recompiles --
 
 
-class RandomSplits(Halves):
+class RandomSplits:
     """Another random split every step."""
+
+    name = "random"
 
     def __init__(self) -> None:
         self.rng = np.random.default_rng(3)
@@ -304,10 +292,13 @@ class RandomSplits(Halves):
     def plan(self, batch: int, limits: Limits, epoch: int = 0) -> Plan:
         return Plan(self.rng.multinomial(batch, self.rng.dirichlet(np.ones(limits.workers))).astype(np.int64))
 
+    def observe(self, seen: Observation) -> None:
+        """Whatever the timings are."""
+
 
 def recompiles() -> int:
     made = case("mlp")
-    with hetjax.Trainer(made.flax.loss_fn, optax.sgd(0.1), batch_size=64, controller=RandomSplits()) as trainer:
+    with hetjax.Trainer(made.flax, optax.sgd(0.1), batch_size=64, controller=RandomSplits()) as trainer:
         state, _ = trainer.fit(trainer.init(made.flax.params), made.data, steps=1)
         before = compiles()
         _, history = trainer.fit(state, made.data, steps=100)
@@ -333,7 +324,8 @@ def main(json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None, q
             print("  " + "  ".join(f"{key} {value}" for key, value in row.items()))
         print(f"  work_tax (geometric mean): {means}   [target: auto <= 1.10]")
     overhead, details["even_overhead"] = even_overhead(quick)
-    print(f"\neven_overhead {overhead:.3f}   [target <= 1.05]  {details['even_overhead']}")
+    print(f"\neven_overhead: own loop {overhead['own_loop']:.3f}, trainer {overhead['trainer']:.3f}   [target <= 1.05]")
+    print(f"own loop over trainer {overhead['own_over_trainer']:.3f}   [target <= 1.01]  {details['even_overhead']}")
     planning = {"8": plan_us(8), "1024": plan_us(1024)}
     print(f"plan_us { ({k: round(v) for k, v in planning.items()}) }   [targets < 1,000 and < 10,000]")
     compiled = recompiles()

@@ -22,12 +22,9 @@ from hetjax.models.losses import classification
 from hetjax.models.pool import max_pool
 from hetjax.plan import controllers
 from hetjax.plan.controllers.protocol import Controller
-from hetjax.plan.sampler import Span
 from hetjax.run.agree import gather
 from hetjax.run.distributed import initialise, leave
-from hetjax.run.engines import Rows
-from hetjax.run.reduce import make_reduce
-from hetjax.run.update import State, unchanged
+from hetjax.run.update import State
 from hetjax.trainer import Trainer
 
 
@@ -86,15 +83,13 @@ class Quotas:
 
 def solo_rates(trainer: Trainer, state: State, data: Any, quotas: Sequence[float], seconds: float) -> list[float]:
     """Samples per second of each worker with the trainer's own engine, no reduce, all of them at once."""
-    session = trainer._sessions[True]
-    reduce = make_reduce("psum", trainer.workers, session.layout, unchanged, (state.params, None))
     counts_W = np.floor(trainer.batch_size * np.asarray(quotas) / sum(quotas)).astype(np.int64)
-    step = Span(0, 0, int(counts_W.sum()))
-    packed = session.engine.pack(Rows(data, 0), step, counts_W, 0)
+    batch = {name: values[: trainer.batch_size] for name, values in data.items()}
+    run = trainer.step.local_phases(state, batch, counts_W)
     gather("all are here")
     began, rounds = time.perf_counter(), 0
     while time.perf_counter() < began + seconds:
-        session.clocks.wait(session.engine.start(reduce, packed))
+        run()
         rounds += 1
     rate = rounds * int(counts_W[list(trainer.workers.local)].sum()) / (time.perf_counter() - began)
     return [rate for _, rate in sorted(gather([jax.process_index(), rate]))]
@@ -136,7 +131,7 @@ def main() -> None:
     params = init_cnn(orders["hidden"])
     with Trainer(loss_fn, optax.sgd(0.01), batch_size=batch, controller="equal", wait_limit=120) as trainer:
         state, _ = trainer.fit(trainer.init(params), data, steps=2)
-        (ladder,) = trainer._sessions[True].engine.ladders.values()
+        (ladder,) = trainer.step.engine.ladders.values()
         prices = {rung: round(1e6 * price / rung, 1) for rung, price in sorted(ladder.list.prices.items())}
         parent.tell(parameters=int(sum(np.size(p) for p in params.values())), us_per_row=prices)
 

@@ -18,6 +18,7 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 
+from hetjax import Chunked  # noqa: E402
 from hetjax.data import load  # noqa: E402
 from hetjax.data.synthetic import synthetic_source  # noqa: E402
 from hetjax.devices import devices_of_all  # noqa: E402
@@ -80,7 +81,7 @@ def main(orders: dict[str, Any]) -> None:
         sync=sync,
         devices=devices_of_all(1),  # the other one carries the exchanges
         seed=seed,
-        rungs=[8, 32, 128, 256],
+        engine=Chunked(rungs=[8, 32, 128, 256]),
     )
     seconds, held = [], []
 

@@ -165,7 +165,7 @@ def run(args: Args, line: Line, task: Task, blocks: Blocks, test: Callable[[Any]
     simulation = Simulation(constant(rates), row_time=args.row_time / 1e3)
     snapshots = Snapshots(max(1, steps_per_epoch // 4))
     with Trainer(
-        task.model.loss_fn,
+        task.model,
         optimizer(args, args.epochs * steps_per_epoch),
         batch_size=args.batch_size,
         controller="equal",

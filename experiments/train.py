@@ -26,6 +26,7 @@ import train_blocks
 import train_config
 import train_output
 import train_setup
+from hetjax.strategies import Strategy, resolve
 from rich.console import Console
 from train_config import Config
 from train_takeover import CHECKPOINTS, Takeover, sole_use
@@ -40,7 +41,6 @@ from hetjax.run.agree import Disagreement, gather, same
 from hetjax.run.distributed import initialise, leave
 from hetjax.run.simulate import Simulation
 from hetjax.run.update import State
-from hetjax.strategies import Strategy, resolve
 from hetjax.trainer import NonFiniteError, Trainer
 
 OF_A_PROCESS = ("devices", "capacity", "out", "tensorboard", "wandb")  # what processes of one run may differ in

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from hetjax.strategies import PRESETS, Strategy
 from rich.console import Console
 from train_config import Config
 from train_setup import numbers
@@ -25,7 +26,6 @@ from hetjax.source_blocks import (
     read_features,
     shared_blocks,
 )
-from hetjax.strategies import PRESETS, Strategy
 from hetjax.task import Task
 from hetjax.trainer import Trainer
 from hetjax.watch.bar import progress_bar

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
-
 from hetjax.strategies import CONTROLLERS, PARTITIONS, PRESETS, SYNCS
 
 CONFIGS = Path(__file__).parent / "configs"

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from hetjax.strategies import Strategy
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.table import Table
@@ -18,7 +19,6 @@ from train_config import Config
 
 from hetjax import checkpoint, watch
 from hetjax.history import History
-from hetjax.strategies import Strategy
 
 log = logging.getLogger("hetjax")
 SAME_STEPS = 10  # later the optimiser has blown up the rounding of sums in another order

@@ -10,13 +10,13 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from hetjax.strategies import Strategy
 from train_config import Config
 
 from hetjax.devices import devices_of_all, fake_devices, said_by_environment
 from hetjax.launch.variables import PROCESSES
 from hetjax.run.simulate import Simulation, Trace, constant, of_survivors
 from hetjax.run.trace_file import read_trace
-from hetjax.strategies import Strategy
 from hetjax.sync import AnySync
 from hetjax.task import Task, make_task
 

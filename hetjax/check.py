@@ -72,7 +72,7 @@ def _device_table(devices: list[jax.Device]) -> Table:
 
 
 def _trainer(task: Task, devices: list[jax.Device], optimizer: optax.GradientTransformation) -> Trainer:
-    return Trainer(task.model.loss_fn, optimizer, batch_size=BATCH, controller="equal", devices=devices)
+    return Trainer(task.model, optimizer, batch_size=BATCH, controller="equal", devices=devices)
 
 
 def _one_step_on_one_device(task: Task, device: jax.Device) -> object:

@@ -319,13 +319,24 @@ class Step:
         """How summed gradients become new parameters."""
         return Rule(self.optimizer, self.advance if state.model_state is not None else None, self.ema_decay)
 
-    def phase_times(self, state: AnyState, batch: Any, counts_W: np.ndarray) -> np.ndarray:
-        """Seconds of each local worker for so many of these samples, with no sum after them: for measurements."""
+    def local_phases(self, state: AnyState, batch: Any, counts_W: Sequence[int]) -> Callable[[], np.ndarray]:
+        """For measurements: the local phases alone, with no sum after them and nothing learned.
+
+        Args:
+            state: of this step; it is not given up.
+            batch: as in a call.
+            counts_W: samples of each worker.
+
+        Returns:
+            A function that runs the phases of this process's workers once, and returns the seconds of each.
+        """
         given = as_batch(batch, self.batch_size)
-        live = self._live(state, given)
-        span, plan = Span(0, 0, int(counts_W.sum())), Plan(np.asarray(counts_W, np.int64))
-        packed = live.pipeline.session.engine.pack(self._rows(given, span, plan), span, plan.counts_W, self.seed)
-        return np.array([lap.seconds for lap in live.pipeline.phases(packed)])
+        pipeline, plan = self._live(state, given).pipeline, Plan(np.asarray(counts_W, np.int64))
+        span = Span(0, 0, int(plan.counts_W.sum()))
+        engine = pipeline.session.engine
+        engine.limits().check_counts(plan.counts_W, span.batch, "The caller")
+        packed = engine.pack(self._rows(given, span, plan), span, plan.counts_W, self.seed)
+        return lambda: np.array([lap.seconds for lap in pipeline.phases(packed)])
 
     def session(
         self, state: State, sample: Tree, *, train: bool, sync: Sync | None = None, capacity: Whole = None

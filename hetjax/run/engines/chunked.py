@@ -181,6 +181,17 @@ class ChunkedEngine:
             if self._settled == _SETTLED:
                 self._growing = self._background.submit(self._next_rung, counts_W)
 
+    def settle(self, counts_W: np.ndarray) -> None:
+        """Grow the ladder for these counts, in the foreground, until no further rung promises to save work."""
+        if self._growing is not None:
+            self._growing.result()
+            self.grow(counts_W)
+        while (found := self._next_rung(counts_W)) is not None:
+            ladder, rung, programs = found
+            ladder.add(rung, programs)
+            self._survey()
+        self.compiling = False
+
     def _next_rung(self, counts_W: np.ndarray) -> tuple[Ladder, int, Any] | None:
         for kind, ladder in self.ladders.items():
             mine = [i for i, group in enumerate(self._group_W) if group[0] == kind]
