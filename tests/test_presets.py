@@ -1,75 +1,109 @@
-"""Strategies: presets that exist, axes that override them, and combinations that are refused."""
+"""Strategies: presets that exist, axes that override them, and combinations that are refused in one place."""
 
+import jax
+import optax
 import pytest
 
+from hetjax import Step, Trainer, sync
+from hetjax.plan import controllers
 from hetjax.plan.controllers import REGISTRY
-from hetjax.strategies import CONTROLLERS, PRESETS, resolve
+from hetjax.presets import CONTROLLERS, PRESETS, choose, options_of
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
-def test_every_preset_makes_its_controller(name):
-    said, strategy = resolve(name)
-    assert said == name
-    assert strategy.make_controller().name == strategy.controller
-    assert strategy.idea
+def test_every_preset_makes_what_it_names(name):
+    chosen, preset = choose(name), PRESETS[name]
+    assert chosen.name == name
+    assert (chosen.controller.name, chosen.partition, chosen.sync.name) == (
+        preset.controller,
+        preset.partition,
+        preset.sync,
+    )
+    assert preset.idea
 
 
 def test_every_controller_but_the_oracle_can_be_asked_for():
     assert set(CONTROLLERS) == set(REGISTRY) - {"oracle"}
-    assert {resolve(controller=name)[1].controller for name in CONTROLLERS} == set(CONTROLLERS)
+    names = [name if name != "fixed" else "fixed:1,2" for name in CONTROLLERS]
+    assert {choose(controller=name).controller.name for name in names} == set(CONTROLLERS)
 
 
 def test_an_axis_wins_over_the_preset():
-    name, strategy = resolve("dbs", partition="global", engine="masked", every=5, faithful=True)
-    assert (name, strategy.partition, strategy.engine) == ("dbs", "global", "masked")
-    assert strategy.options == {"every": 5, "faithful": True}
-    assert resolve("dbs", controller="dp")[1].controller == "dp"
+    chosen = choose("dbs", partition="global", engine="masked", every=5, faithful=True)
+    assert (chosen.name, chosen.partition, chosen.engine.name) == ("dbs", "global", "masked")
+    assert (chosen.controller.every, chosen.controller.faithful) == (5, True)
+    assert choose("dbs", controller="dp").controller.name == "dp"
 
 
 def test_fixed_blocks_go_with_fixed_counts():
-    name, strategy = resolve(partition="submodular")
-    assert (name, strategy.controller, strategy.sync) == ("static", "static", "allreduce")
-    _, strategy = resolve("rcd-sgd")
-    assert (strategy.controller, strategy.partition, strategy.sync) == ("static", "submodular", "decentralised")
-    assert strategy.make_sync().mix_every == 2
+    chosen = choose(partition="submodular")
+    assert (chosen.name, chosen.controller.name, chosen.sync.name) == ("static", "static", "allreduce")
+    chosen = choose("rcd-sgd")
+    assert (chosen.controller.name, chosen.partition, chosen.sync.name) == ("static", "submodular", "decentralised")
+    assert chosen.sync.mix_every == 2
 
 
-def test_options_of_the_sync():
-    _, strategy = resolve(sync="decentralised", faithful=True, sync_options={"mix_every": 3, "topology": None})
-    assert strategy.sync_options == {"mix_every": 3, "faithful": True}
-    made = strategy.make_sync()
+def test_options_of_the_sync_come_from_its_signature():
+    made = choose(sync="decentralised", faithful=True, sync_options={"mix_every": 3, "topology": None}).sync
     assert (made.name, made.mix_every, made.faithful, made.topology) == ("decentralised", 3, True, "ring")
+    assert options_of(sync.Decentralised) == ["topology", "mix_every", "matcha_budget", "faithful"]
+    assert {"dead_zone", "staleness_bound", "replay"} <= set(options_of(sync.AdaptiveHogbatch))
 
 
 def test_syncs_without_a_barrier_plan_nothing():
-    name, strategy = resolve(
-        sync="adaptive-hogbatch", faithful=True, sync_options={"staleness_bound": 2, "rate_cap": 3.0}
-    )
-    assert (name, strategy.asynchronous) == ("adaptive-hogbatch", True)
-    made = strategy.make_sync(schedule=lambda step: 1.0)
+    chosen = choose(sync="adaptive-hogbatch", faithful=True, sync_options={"staleness_bound": 2, "rate_cap": 3.0})
+    made = chosen.sync
+    assert (chosen.name, made.stepped) == ("adaptive-hogbatch", False)
     assert (made.name, made.staleness_bound, made.dead_zone, made.rate_cap) == ("adaptive-hogbatch", 2, 0, 3.0)
-    assert not resolve("balanced")[1].asynchronous
+    assert choose("balanced").sync.stepped
+
+
+REFUSED = [
+    ({"strategy": "daso", "controller": "dbs", "partition": "proportional"}, "parts of the global order"),
+    ({"strategy": "best"}, "There is no strategy 'best'"),
+    ({"controller": "balanced", "partition": "proportional"}, "once an epoch"),
+    ({"controller": "balanced", "partition": "submodular"}, "for good"),
+    ({"strategy": "dbs", "partition": "submodular"}, "for good"),
+    ({"engine": "fast"}, "Unknown engine 'fast'"),
+    ({"sync": "hogbatch", "controller": "balanced"}, "nothing to plan"),
+    ({"strategy": "dbs", "sync": "hogbatch"}, "gives every worker its own"),
+    ({"strategy": "adaptive-sgd", "engine": "looped"}, "every worker runs alone"),
+    ({"sync": "telepathy"}, "There is no sync 'telepathy'"),
+    ({"sync": 5}, "sync is 5"),
+    ({"controller": "oracle"}, "true cost of every step"),
+]
 
 
 @pytest.mark.parametrize(
     ("asked", "sentence"),
     [
-        ({"preset": "daso", "controller": "dbs", "partition": "proportional"}, "parts of the global order"),
-        ({"preset": "best"}, "There is no strategy 'best'"),
-        ({"controller": "balanced", "partition": "proportional"}, "once an epoch"),
+        *REFUSED,
         ({"controller": "dbs", "partition": "proportional", "every": 5}, "once an epoch"),
         ({"controller": "balanced", "faithful": True}, "weighs all samples alike"),
         ({"controller": "balanced", "every": 5}, "no cadence"),
         ({"sync_options": {"mix_every": 2}}, "option of the sync decentralised, not of 'allreduce'"),
-        ({"engine": "fast"}, "There is no engine 'fast'"),
-        ({"controller": "balanced", "partition": "submodular"}, "for good"),
-        ({"preset": "dbs", "partition": "submodular"}, "for good"),
-        ({"sync": "hogbatch", "controller": "balanced"}, "nothing to plan"),
-        ({"preset": "dbs", "sync": "hogbatch"}, "gives every worker its own"),
-        ({"preset": "adaptive-sgd", "engine": "looped"}, "every worker runs alone"),
-        ({"preset": "adaptive-sgd", "sync_options": {"staleness_bound": 2}}, "not of 'adaptive-sgd'"),
+        ({"strategy": "adaptive-sgd", "sync_options": {"staleness_bound": 2}}, "not of 'adaptive-sgd'"),
     ],
 )
 def test_what_makes_no_sense_is_refused(asked, sentence):
     with pytest.raises(ValueError, match=sentence):
-        resolve(**asked)
+        choose(**asked)
+
+
+@pytest.mark.parametrize(("asked", "sentence"), REFUSED)
+def test_the_constructors_refuse_the_same(asked, sentence):
+    loss_fn = lambda params, batch, keys: batch["x"] * params
+    options = {"batch_size": 8, "devices": jax.devices()[:2]}
+    with pytest.raises(ValueError, match=sentence):
+        Trainer(loss_fn, optax.sgd(0.1), **options, **asked)
+    if "partition" not in asked and "hogbatch" not in str(asked) and "adaptive" not in str(asked):
+        with pytest.raises(ValueError, match=sentence):
+            Step(loss_fn, optax.sgd(0.1), **options, **asked)
+
+
+def test_objects_are_checked_like_names():
+    every_five = controllers.make("dbs", every=5)
+    with pytest.raises(ValueError, match="once an epoch"):
+        choose(controller=every_five, partition="proportional")
+    with pytest.raises(ValueError, match="counts all samples alike"):
+        choose(controller=controllers.make("dbs", faithful=True), sync="daso")

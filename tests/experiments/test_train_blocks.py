@@ -15,13 +15,13 @@ import train
 import train_blocks
 import train_config
 import train_setup
+from hetjax.strategies import resolve
 from rich.console import Console
 
 from hetjax.data import load
 from hetjax.plan.blocks import Blocks
 from hetjax.plan.submodular import recut
 from hetjax.source_blocks import make_blocks, read_features
-from hetjax.strategies import resolve
 from hetjax.watch import read_run
 
 pytestmark = pytest.mark.slow

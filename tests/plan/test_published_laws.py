@@ -157,9 +157,9 @@ def test_lbb_finds_the_startup_in_its_warm_up():
 
 def test_static_probes_once():
     assert replay(make("static"), [[1, 3], [3, 1], [9, 1]], 16, 2) == [[8, 8], [12, 4], [12, 4], [12, 4]]
-    assert make("static", shares=[3, 1]).plan(16, Limits.plain(2, 16)).counts_W.tolist() == [12, 4]
+    assert make("fixed", shares=[3, 1]).plan(16, Limits.plain(2, 16)).counts_W.tolist() == [12, 4]
     with pytest.raises(ValueError, match="Got 2 shares for 3 workers"):
-        make("static", shares=[3, 1]).plan(16, Limits.plain(3, 16))
+        make("fixed:3,1").plan(16, Limits.plain(3, 16))
 
 
 def test_oracle_follows_the_true_costs_and_can_be_late():

@@ -24,6 +24,7 @@ def runs(devices, mistake=None, process=0):
     from problems import RandomPlans
     from tiny_problem import trainer_for
 
+    from hetjax import Chunked
     from hetjax.plan.controllers.protocol import Plan
     from hetjax.run import sum_parts
 
@@ -47,11 +48,10 @@ def runs(devices, mistake=None, process=0):
 
     found = {}
     for name in ("chunked", "looped", "masked", "large", "steady"):
-        engine = name if name in ("chunked", "masked") else "looped"
+        engine = {"chunked": Chunked(rungs=[4, 16]), "masked": "masked"}.get(name, "looped")
         controller = Steady(SEED) if name == "steady" else Odd(SEED)
         trainer, source, state = trainer_for(
             devices, controller=controller, engine=engine, wait_limit=60,
-            rungs=None if engine != "chunked" else [4, 16],
         )  # fmt: skip
         if mistake == "start" and process == 1:
             state = trainer.init({name: value + 1 for name, value in state.params.items()})

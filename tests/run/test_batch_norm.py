@@ -71,10 +71,10 @@ def plain(tree):
 @pytest.mark.parametrize("engine", ["chunked", pytest.param("looped", marks=pytest.mark.slow), "masked"])
 def test_groups_give_the_same_training_for_any_split(engine, transport):
     model, optimizer = flax_model(), optax.sgd(0.1, momentum=0.9)
-    assert model.loss_fn.quantum == GROUP
+    assert model.quantum == GROUP
     expected, (mean, var) = reference(plain(model.params), (jnp.zeros(6), jnp.ones(6)), optimizer, GROUP, steps=4)
     with Trainer(
-        model.loss_fn, optimizer, batch_size=BATCH, controller=RandomPlans(3), engine=engine, transport=transport,
+        model, optimizer, batch_size=BATCH, controller=RandomPlans(3), engine=engine, transport=transport,
         devices=jax.devices()[:3], capacity=BATCH,
     ) as trainer:  # fmt: skip
         state, _ = trainer.fit(trainer.init(model.params, model.model_state), DATA, steps=4)
@@ -88,7 +88,7 @@ def test_exact_statistics_over_all_workers_in_the_masked_engine():
     model, optimizer = flax_model(sync="exact"), optax.sgd(0.1)
     expected, (mean, var) = reference(plain(model.params), (jnp.zeros(6), jnp.ones(6)), optimizer, BATCH, steps=3)
     with Trainer(
-        model.loss_fn, optimizer, batch_size=BATCH, controller="static", engine="auto", devices=jax.devices()[:3]
+        model, optimizer, batch_size=BATCH, controller="static", engine="auto", devices=jax.devices()[:3]
     ) as trainer:
         state, history = trainer.fit(trainer.init(model.params, model.model_state), DATA, steps=3)
     assert history.engine == "masked"
@@ -103,7 +103,7 @@ def test_exact_statistics_over_all_workers_in_the_masked_engine():
 def test_exact_statistics_elsewhere_are_refused_before_anything_runs(engine):
     model = flax_model(sync="exact")
     with (
-        Trainer(model.loss_fn, optax.sgd(0.1), batch_size=BATCH, controller="equal", engine=engine) as trainer,
+        Trainer(model, optax.sgd(0.1), batch_size=BATCH, controller="equal", engine=engine) as trainer,
         pytest.raises(ValueError, match="Only the masked engine"),
     ):
         trainer.fit(trainer.init(model.params, model.model_state), DATA, steps=1)
@@ -112,7 +112,7 @@ def test_exact_statistics_elsewhere_are_refused_before_anything_runs(engine):
 def test_exact_statistics_with_a_controller_that_needs_clocks_are_refused():
     model = flax_model(sync="exact")
     with (
-        Trainer(model.loss_fn, optax.sgd(0.1), batch_size=BATCH, controller="balanced", engine="masked") as trainer,
+        Trainer(model, optax.sgd(0.1), batch_size=BATCH, controller="balanced", engine="masked") as trainer,
         pytest.raises(ValueError, match="Use 'equal' or 'static'"),
     ):
         trainer.fit(trainer.init(model.params, model.model_state), DATA, steps=1)
@@ -120,9 +120,7 @@ def test_exact_statistics_with_a_controller_that_needs_clocks_are_refused():
 
 def test_evaluation_uses_the_running_averages():
     model = flax_model()
-    with Trainer(
-        model.loss_fn, optax.sgd(0.1), batch_size=BATCH, eval_fn=model.eval_fn, devices=jax.devices()[:2]
-    ) as trainer:
+    with Trainer(model, optax.sgd(0.1), batch_size=BATCH, devices=jax.devices()[:2]) as trainer:
         state, _ = trainer.fit(trainer.init(model.params, model.model_state), DATA, steps=5)
         told = trainer.evaluate(state, DATA)
     live = model.merge(state.params, state.model_state)

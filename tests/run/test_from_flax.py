@@ -68,7 +68,7 @@ def test_transformed_layers_and_mutated_variables_are_trained_and_evaluated(name
     network = MODELS[name](nnx.Rngs(0))
     model = hetjax.from_nnx(network, example_loss)
     with hetjax.Trainer(
-        model.loss_fn, optax.sgd(0.1), batch_size=16, eval_fn=model.eval_fn, devices=jax.devices()[:2], rungs=[8]
+        model, optax.sgd(0.1), batch_size=16, devices=jax.devices()[:2], engine=hetjax.Chunked(rungs=[8])
     ) as trainer:
         state = trainer.init(model.params)
         first = trainer.evaluate(state, DATA)["loss"]

@@ -10,15 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from holder import Holder
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from problems import RandomPlans, distance, part_of_data, problem, reference_run
 
+from hetjax.data.rows import Rows
 from hetjax.plan.sampler import Span
 from hetjax.run import layout as layouts
 from hetjax.run.clocks import Clocks
 from hetjax.run.contract import Objective
-from hetjax.run.engines import Program, Rows, make_engine
+from hetjax.run.engines import Chunked, Looped, Masked, Program
 from hetjax.run.layout import Layout
 from hetjax.run.local import layout_of, train_sums
 from hetjax.run.reduce import make_reduce, own_slots
@@ -62,7 +64,8 @@ class Bench:
     def gradient(self, counts: np.ndarray, transport: str, batch, start=0):
         step = Span(0, start, start + int(counts.sum()))
         reduce = self.reduces[transport]
-        laps = self.clocks.wait(self.engine.start(reduce, self.engine.pack(Rows(batch, start), step, counts, seed=7)))
+        packed = self.engine.pack(Rows(batch, start), step, counts, seed=7)
+        laps = self.clocks.wait(self.engine.start(reduce.replicas(), packed))
         reduce.step(laps, [own_slots(lap.seconds, lap.rows, 0, False) for lap in laps], step)
         return reduce.report(), reduce.core[2]
 
@@ -77,16 +80,12 @@ def bench(model: str, engine: str, workers: int) -> Iterator[Bench]:
     layout, _ = layout_of(objective, shapes, None, row, 2, train=True)
     program = Program(train_sums(objective, layout), layout.sizes, layout.dtype, shapes, None, row)
     clocks = Clocks(devices)
-    options = {
-        "chunked": {"rungs": [5, 24]},
-        "looped": {"micro": 5, "capacity": BATCH},
-        "masked": {"capacity": BATCH},
-    }
-    built = make_engine(engine, program, devices, clocks, batch=BATCH, **options[engine])
+    specs = {"chunked": Chunked(rungs=[5, 24]), "looped": Looped(micro=5), "masked": Masked()}
+    built = specs[engine].build(program, devices, clocks, batch=BATCH, capacity=BATCH)
     core = (made.params, None, jax.tree.map(jnp.zeros_like, made.params))
     finishes = {"": _keep_gradient, " momentum": _momentum}
     reduces = {
-        f"{t}{name}": make_reduce(t, devices, layout, finish, core)
+        f"{t}{name}": Holder(make_reduce(t, devices, layout, finish, core))
         for t in ("psum", "hub")
         for name, finish in finishes.items()
     }
@@ -206,8 +205,9 @@ def test_five_steps_of_momentum_equal_one_device(model, workers, transport, engi
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9))
     params, losses = reference_run(made, optimizer, BATCH, steps=5)
     with Trainer(
-        made.loss_fn, optimizer, batch_size=BATCH, controller=RandomPlans(1), engine=engine, transport=transport,
-        devices=jax.devices()[:workers], capacity=BATCH, rungs=[4, 24] if engine == "chunked" else None,
+        made.loss_fn, optimizer, batch_size=BATCH, controller=RandomPlans(1), transport=transport,
+        devices=jax.devices()[:workers], capacity=BATCH,
+        engine=Chunked(rungs=[4, 24]) if engine == "chunked" else engine,
     ) as trainer:  # fmt: skip
         state, history = trainer.fit(trainer.init(made.params), made.data, steps=5)
     moved = jax.tree.map(np.subtract, state.params, made.params)
@@ -227,8 +227,8 @@ def test_five_steps_of_adam_in_float64(model, engine, transport, float64):
     made = problem(model, seed=6, dtype=np.float64)
     params, _ = reference_run(made, optax.adam(1e-2), BATCH, steps=5)
     with Trainer(
-        made.loss_fn, optax.adam(1e-2), batch_size=BATCH, controller=RandomPlans(2), engine=engine, transport=transport,
-        devices=jax.devices()[:3], capacity=BATCH, rungs=[4, 24] if engine == "chunked" else None,
+        made.loss_fn, optax.adam(1e-2), batch_size=BATCH, controller=RandomPlans(2), transport=transport,
+        devices=jax.devices()[:3], capacity=BATCH, engine=Chunked(rungs=[4, 24]) if engine == "chunked" else engine,
     ) as trainer:  # fmt: skip
         state, _ = trainer.fit(trainer.init(made.params), made.data, steps=5)
     moved = jax.tree.map(np.subtract, state.params, made.params)
@@ -253,7 +253,7 @@ def check_mutant(made, monkeypatch):
     mutant = Bench(
         made.engine,
         made.clocks,
-        {"psum": make_reduce("psum", workers, made.layout, sums_only, core)},
+        {"psum": Holder(make_reduce("psum", workers, made.layout, sums_only, core))},
         made.layout,
         made.problem,
     )
@@ -261,7 +261,7 @@ def check_mutant(made, monkeypatch):
     honest = Bench(
         made.engine,
         made.clocks,
-        {"psum": make_reduce("psum", workers, made.layout, sums_only, core)},
+        {"psum": Holder(make_reduce("psum", workers, made.layout, sums_only, core))},
         made.layout,
         made.problem,
     )

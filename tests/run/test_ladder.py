@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from problems import problem
 
+from hetjax.data.rows import Rows
 from hetjax.plan.sampler import Span
 from hetjax.run import compile_once, memory
 from hetjax.run.clocks import Clocks
 from hetjax.run.compile_once import compile_for
 from hetjax.run.contract import Objective
-from hetjax.run.engines import Chunked, Program, Rows
+from hetjax.run.engines import ChunkedEngine, Program
 from hetjax.run.ladder import Ladder
 from hetjax.run.local import layout_of, train_sums
 from hetjax.run.workers import Workers
@@ -31,7 +32,7 @@ def chunked(workers=2, **options):
     devices = Workers.of(jax.devices()[:workers])
     clocks = Clocks(devices)
     options = {"capacity_W": np.full(workers, 64), **options}
-    return Chunked(program_for(problem("mlp")), devices, clocks, **options)
+    return ChunkedEngine(program_for(problem("mlp")), devices, clocks, **options)
 
 
 @pytest.fixture
@@ -133,7 +134,7 @@ def test_an_error_that_is_not_about_memory_is_not_swallowed(monkeypatch):
     def broken(self, rung):
         raise TypeError("a mistake in the model")
 
-    monkeypatch.setattr(Chunked, "_arguments", lambda self, rows, device: broken(self, rows))
+    monkeypatch.setattr(ChunkedEngine, "_arguments", lambda self, rows, device: broken(self, rows))
     with pytest.raises(TypeError, match="a mistake in the model"):
         chunked()
 

@@ -7,7 +7,7 @@ from tiny_problem import trainer_for
 
 from hetjax import Simulation
 from hetjax.plan.mixing import topology
-from hetjax.run.engines.choose import per_worker
+from hetjax.run.engines.specs import per_worker
 from hetjax.run.members import kept_entries
 from hetjax.run.simulate import constant
 from hetjax.run.workers import Workers

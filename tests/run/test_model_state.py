@@ -26,7 +26,7 @@ cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 
 def probe(model, advance=None, data=DATA, params=None):
     """What Trainer does before it compiles anything for training."""
-    quantum = getattr(model.loss_fn, "quantum", 1)
+    quantum = model.quantum
     rows = {name: values[probe_indices(len(values), quantum)] for name, values in data.items()}
     state = State(model.params if params is None else params, model.model_state, None, None)
     check_model_state(model.loss_fn, advance or hetjax.running_average(), state, rows, jax.devices()[0])
@@ -123,7 +123,7 @@ def groups(training):
 def test_linens_own_batch_norm_is_refused_by_name_before_anything_runs(momentum):
     model = linen_model(stock(momentum))
     with (
-        hetjax.Trainer(model.loss_fn, optax.sgd(0.1), batch_size=8, devices=jax.devices()[:2]) as trainer,
+        hetjax.Trainer(model, optax.sgd(0.1), batch_size=8, devices=jax.devices()[:2]) as trainer,
         pytest.raises(
             ValueError, match=r"The layer BatchNorm_0 is flax\.linen\.BatchNorm.* Use hetjax\.LinenBatchNorm"
         ),
@@ -159,7 +159,7 @@ def test_a_layer_that_averages_over_the_steps_itself_is_refused_by_name(make, na
 def test_trainer_refuses_it_before_training():
     model = linen_model(Spectral)
     with (
-        hetjax.Trainer(model.loss_fn, optax.sgd(0.1), batch_size=16, devices=jax.devices()[:2]) as trainer,
+        hetjax.Trainer(model, optax.sgd(0.1), batch_size=16, devices=jax.devices()[:2]) as trainer,
         pytest.raises(ValueError, match="averaged twice"),
     ):
         trainer.fit(trainer.init(model.params, model.model_state), DATA, steps=1)
@@ -260,7 +260,7 @@ def test_spectral_norm_taken_as_it_is_trains_as_flax_does_on_the_whole_batch():
         Net(), variables, lambda apply, example: cross_entropy(apply(example["x"]), example["y"]), group=1
     )
     with hetjax.Trainer(
-        model.loss_fn, optimizer, batch_size=SAMPLES, devices=jax.devices()[:2], controller="equal", rungs=[20],
+        model, optimizer, batch_size=SAMPLES, devices=jax.devices()[:2], controller="equal", engine=hetjax.Chunked(rungs=[20]),
         advance=hetjax.running_average(0.0),
     ) as trainer:  # fmt: skip
         state, _ = trainer.fit(trainer.init(model.params, model.model_state), data, steps=3)
@@ -285,7 +285,12 @@ def test_groups_that_leave_workers_idle_are_said(group, idle, caplog):
     with (
         caplog.at_level(logging.WARNING, "hetjax"),
         hetjax.Trainer(
-            model.loss_fn, optax.sgd(0.1), batch_size=8, controller="equal", devices=jax.devices()[:4], rungs=[group]
+            model,
+            optax.sgd(0.1),
+            batch_size=8,
+            controller="equal",
+            devices=jax.devices()[:4],
+            engine=hetjax.Chunked(rungs=[group]),
         ) as trainer,
     ):
         _, history = trainer.fit(trainer.init(model.params, model.model_state), DATA, steps=1)
@@ -304,11 +309,11 @@ def test_a_state_of_several_sets_is_tried_too():
         "sync": "decentralised",
         "devices": jax.devices()[:2],
         "controller": "equal",
-        "rungs": [8],
+        "engine": hetjax.Chunked(rungs=[8]),
     }
-    with hetjax.Trainer(model.loss_fn, optax.sgd(0.1), **options) as trainer:
+    with hetjax.Trainer(model, optax.sgd(0.1), **options) as trainer:
         state, _ = trainer.fit(trainer.init(model.params, model.model_state), DATA, steps=1)
     assert state.replicas == 2
-    with hetjax.Trainer(model.loss_fn, optax.sgd(0.1), **options) as trainer:
+    with hetjax.Trainer(model, optax.sgd(0.1), **options) as trainer:
         state, history = trainer.fit(state, DATA, steps=1)
     assert np.isfinite(history.losses).all()

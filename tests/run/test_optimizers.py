@@ -20,7 +20,9 @@ def loss_fn(params, batch, keys):
 
 
 def run(optimizer, params, **options):
-    options = {"batch_size": 40, "controller": "equal", "devices": jax.devices()[:2], "rungs": [20], **options}
+    law = {} if options.get("sync") == "hogbatch" else {"controller": "equal"}
+    ladder = hetjax.Chunked(rungs=[20])
+    options = {"batch_size": 40, "devices": jax.devices()[:2], "engine": ladder, **law, **options}
     with hetjax.Trainer(loss_fn, optimizer, **options) as trainer:
         state, history = trainer.fit(trainer.init(params), DATA, steps=STEPS)
         return state, history.losses, trainer.evaluate(state, DATA)
@@ -96,7 +98,7 @@ def test_integers_in_a_flax_model_pass_through():
             return self.linear(x * self.code[...])[0]
 
     model = hetjax.from_nnx(Net(), lambda model, example, rngs: (model(example["x"]) - example["y"]) ** 2)
-    with hetjax.Trainer(model.loss_fn, optax.adam(0.1), batch_size=8, devices=jax.devices()[:2]) as trainer:
+    with hetjax.Trainer(model, optax.adam(0.1), batch_size=8, devices=jax.devices()[:2]) as trainer:
         state, _ = trainer.fit(trainer.init(model.params), DATA, steps=2)
     merged = model.merge(state.params, None)
     np.testing.assert_array_equal(merged.code[...], np.arange(3, dtype=np.int8))

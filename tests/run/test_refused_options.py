@@ -3,7 +3,7 @@
 import optax
 import pytest
 
-from hetjax import Trainer
+from hetjax import Chunked, Trainer
 from hetjax.plan.controllers import Balanced
 
 
@@ -11,10 +11,15 @@ from hetjax.plan.controllers import Balanced
     ("option", "value"),
     [
         *[("quantum", value) for value in (0, -2, 1.5, True)],
-        *[("controller", value) for value in (5, None, Balanced, object())],
-        *[("rungs", value) for value in ([-1], [0, 4], [1.5], ["4"], [True], [[4], 8], 4)],
+        *[("controller", value) for value in (5, Balanced, object())],
     ],
 )
 def test_an_option_that_cannot_work_is_refused(option, value):
     with pytest.raises((ValueError, TypeError), match=f"^{option} is .*: "):
         Trainer(lambda params, batch, keys: batch["x"], optax.sgd(0.1), batch_size=8, **{option: value})
+
+
+@pytest.mark.parametrize("rungs", [[-1], [0, 4], [1.5], ["4"], [True], [[4], 8], 4])
+def test_rungs_that_cannot_work_are_refused(rungs):
+    with pytest.raises((ValueError, TypeError), match="^rungs is .*: "):
+        Chunked(rungs=rungs)

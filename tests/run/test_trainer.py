@@ -8,7 +8,7 @@ import optax
 import pytest
 from problems import RandomPlans, distance, keys_for, problem
 
-from hetjax import NonFiniteError, Simulation, Trainer
+from hetjax import Chunked, Looped, Masked, NonFiniteError, Simulation, Trainer
 from hetjax.plan.controllers.protocol import Plan
 from hetjax.plan.sampler import Sampler
 from hetjax.run.simulate import constant
@@ -17,9 +17,10 @@ BATCH = 24
 
 
 def trainer_for(made, **options):
-    options = {"batch_size": BATCH, "controller": "equal", "devices": jax.devices()[:2], "rungs": [4, 24], **options}
-    if options.get("engine") in ("looped", "masked"):
-        options.pop("rungs")
+    ladder = Chunked(rungs=[4, 24])
+    options = {"batch_size": BATCH, "controller": "equal", "devices": jax.devices()[:2], "engine": ladder, **options}
+    if options["engine"] == "chunked":
+        options["engine"] = ladder
     return Trainer(made.loss_fn, options.pop("optimizer", optax.sgd(0.1)), **options)
 
 
@@ -34,7 +35,7 @@ def test_one_equal_worker_and_four_balanced_unequal_ones_are_the_same_run():
             controller=controller,
             devices=jax.devices()[:workers],
             speeds=speeds,
-            rungs=[4, 16, 64],
+            engine=Chunked(rungs=[4, 16, 64]),
         ) as trainer:
             _, history = trainer.fit(trainer.init(made.params), made.data, steps=50)
             runs.append(history)
@@ -253,10 +254,10 @@ def test_the_next_step_is_planned_and_laid_out_while_this_one_computes():
 
     with trainer_for(made) as trainer:
         state, _ = trainer.fit(trainer.init(made.params), made.data, steps=1)
-        session = trainer._sessions[True]
-        session.engine.start = noting("start", session.engine.start)
-        session.engine.pack = noting("pack", session.engine.pack)
-        session.clocks.wait = noting("wait", session.clocks.wait)
+        engine = trainer.step.engine
+        engine.start = noting("start", engine.start)
+        engine.pack = noting("pack", engine.pack)
+        engine.clocks.wait = noting("wait", engine.clocks.wait)
         trainer.controller.plan = noting("plan", trainer.controller.plan)
         trainer.fit(state, made.data, steps=3)
     assert calls == ["plan", "pack", *2 * ["start", "plan", "pack", "wait"], "start", "wait"]
@@ -266,7 +267,7 @@ def test_neither_a_first_step_nor_one_beside_a_compile_is_timed():
     made = problem("mlp")
 
     def hook(record, state):
-        trainer._sessions[True].engine.compiling = record.step == 3
+        trainer.step.engine.compiling = record.step == 3
 
     with trainer_for(made) as trainer:
         _, history = trainer.fit(trainer.init(made.params), made.data, steps=8, hooks=[hook])
@@ -283,11 +284,10 @@ def test_an_evaluation_is_split_like_the_training_steps():
             return Plan(np.array([batch - batch // 4, batch // 4]))
 
     made, counts = problem("mlp", samples=244), []
-    options = {"controller": Uneven(0), "engine": "looped", "max_rows": 1, "capacity": 24}  # any count at its own price
+    options = {"controller": Uneven(0), "engine": Looped(max_rows=1), "capacity": 24}  # any count at its own price
     with trainer_for(made, **options) as trainer:
         state, _ = trainer.fit(trainer.init(made.params), made.data, epochs=1)  # the last step is a short one
-        trainer.evaluate(state, made.data)
-        engine = trainer._sessions[False].engine
+        engine = trainer.step.session(state, {k: v[:1] for k, v in made.data.items()}, train=False).engine
         pack, engine.pack = engine.pack, lambda *given: (counts.append(given[2].tolist()), pack(*given))[1]
         trainer.evaluate(state, made.data)
     assert counts == [*[[18, 6]] * 10, [3, 1]]
@@ -317,7 +317,10 @@ def test_padding_is_charged_and_masked_shows_no_gain():
         ({"batch_size": 0}, "batch_size is the number of samples per step"),
         ({"engine": "fast"}, "Unknown engine 'fast'"),
         ({"transport": "pigeon"}, "Unknown transport 'pigeon'"),
-        ({"partition": "random"}, "Unknown partition 'random'"),
+        ({"partition": "random"}, "There is no partition 'random'"),
+        ({"partition": "submodular", "controller": "static"}, "needs its blocks"),
+        ({"controller": "balanced", "partition": "proportional"}, "once an epoch"),
+        ({"strategy": "best"}, "There is no strategy 'best'"),
         ({"controller": "best"}, "controller 'best'"),
         ({"speeds": [1, 1, 1]}, "Speeds were given for 3 workers, but there are 2"),
         ({"speeds": [1, 0]}, "must be positive"),
@@ -337,18 +340,12 @@ def test_bad_input_gets_a_sentence(options, words):
 
 def test_no_engine_computes_more_than_max_rows_at_once():
     made = problem("mlp")
-    with trainer_for(made, engine="looped", max_rows=3) as trainer:
+    with trainer_for(made, engine=Looped(max_rows=3)) as trainer:
         state, _ = trainer.fit(trainer.init(made.params), made.data, steps=1)
-        assert trainer._sessions[True].engine.micro == 3
-    for options, words in (
-        ({"engine": "masked", "max_rows": [12, 8]}, "the smallest capacity or max_rows: 8 x 2 workers is less than"),
-        ({"engine": "looped", "rungs": [4]}, "rungs are the chunk sizes of the chunked engine"),
-    ):
-        with (
-            Trainer(made.loss_fn, optax.sgd(0.1), batch_size=BATCH, devices=jax.devices()[:2], **options) as trainer,
-            pytest.raises(ValueError, match=words),
-        ):
-            trainer.fit(state, made.data, steps=1)
+        assert trainer.step.engine.micro == 3
+    words = "the smallest capacity or max_rows: 8 x 2 workers is less than"
+    with trainer_for(made, engine=Masked(max_rows=[12, 8])) as trainer, pytest.raises(ValueError, match=words):
+        trainer.fit(state, made.data, steps=1)
 
 
 def test_bad_calls_get_a_sentence():

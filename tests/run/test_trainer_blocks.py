@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from hetjax import Trainer, make_blocks
+from hetjax import Chunked, Trainer, make_blocks
 from hetjax.plan.blocks import Blocks
 from hetjax.plan.partition import BlockSampler
 
@@ -25,7 +25,7 @@ def blocks_for(rates, samples=80, seed=1):
 
 def trainer_for(blocks, **options):
     workers = options.pop("workers", blocks.workers)
-    options = {"controller": "static", "devices": jax.devices()[:workers], "rungs": [4, 20], **options}
+    options = {"controller": "static", "devices": jax.devices()[:workers], "engine": Chunked(rungs=[4, 20]), **options}
     return Trainer(square, optax.sgd(0.05), batch_size=20, partition=blocks, **options)
 
 

@@ -7,7 +7,7 @@ import optax
 import pytest
 from problems import RandomPlans, distance, problem, reference_run
 
-from hetjax import Trainer
+from hetjax import Chunked, Trainer
 from hetjax.run import workers
 from hetjax.run.engines import chunked
 from hetjax.run.layout import Layout
@@ -23,10 +23,15 @@ def test_unlike_devices_train_as_one_does(two_kinds):
     made, optimizer = problem("mlp", seed=5), optax.sgd(0.1, momentum=0.9)
     params, losses = reference_run(made, optimizer, 24, steps=5)
     with Trainer(
-        made.loss_fn, optimizer, batch_size=24, controller=RandomPlans(1), devices=jax.devices()[:3], rungs=[4, 24]
+        made.loss_fn,
+        optimizer,
+        batch_size=24,
+        controller=RandomPlans(1),
+        devices=jax.devices()[:3],
+        engine=Chunked(rungs=[4, 24]),
     ) as trainer:
         state, history = trainer.fit(trainer.init(made.params), made.data, steps=5)
-        ladders = trainer._sessions[True].engine.ladders
+        ladders = trainer.step.engine.ladders
     assert (history.engine, history.transport) == ("chunked", "hub")
     assert set(ladders) == {"kind 0", "kind 1"}
     assert distance(jax.tree.map(np.subtract, state.params, made.params),

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from sample_log import numbered, telling
 
-from hetjax import Trainer
+from hetjax import Chunked, Trainer
 
 SAMPLES, BATCH = 150, 16  # ten steps an epoch, the last one short
 
@@ -27,6 +27,12 @@ def source():
 
 def trainer_for(devices, **options):
     """A trainer, its data and its first state."""
-    options = {"batch_size": BATCH, "controller": "equal", "rungs": [4, 16], "ema_decay": 0.9, **options}
+    options = {
+        "batch_size": BATCH,
+        "controller": "equal",
+        "engine": Chunked(rungs=[4, 16]),
+        "ema_decay": 0.9,
+        **options,
+    }
     trainer = Trainer(telling(loss_fn, SAMPLES), optax.sgd(0.05, momentum=0.9), devices=devices, **options)
     return trainer, source(), trainer.init({"w": jnp.zeros(5), "b": jnp.zeros(())})

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import optax
 
-from hetjax import Trainer
+from hetjax import Chunked, Trainer
 from hetjax.plan.merge_rule import merge_weights
 from hetjax.plan.sampler import Sampler
 
@@ -38,7 +38,7 @@ def flat(params) -> np.ndarray:
 
 
 def trainer_for(sync, workers: int = 2, batch: int = 16, **options) -> Trainer:
-    options = {"rungs": [4, 16], "devices": jax.devices()[:workers], **options}
+    options = {"engine": Chunked(rungs=[4, 16]), "devices": jax.devices()[:workers], **options}
     return Trainer(loss_fn, options.pop("optimizer", optax.sgd(RATE)), batch_size=batch, sync=sync, **options)
 
 

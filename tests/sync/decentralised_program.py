@@ -48,7 +48,7 @@ def results(folder):
     import jax.numpy as jnp
     import optax
 
-    from hetjax import Trainer, checkpoint
+    from hetjax import Chunked, Trainer, checkpoint
     from hetjax.checkpoint.processes import host_copy
     from hetjax.sync import Decentralised
 
@@ -62,7 +62,7 @@ def results(folder):
             partition=partitions.get(name, "global"),
             sync=Decentralised(**options),
             devices=jax.devices()[:WORKERS],
-            rungs=[4, BATCH],
+            engine=Chunked(rungs=[4, BATCH]),
             seed=3,
         )
         with make() as trainer:

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from holder import Holder
 from problems import RandomPlans, problem
 
-from hetjax import NonFiniteError, Trainer
+from hetjax import Chunked, NonFiniteError, Trainer
 from hetjax.plan.controllers.protocol import Plan
 from hetjax.plan.matcha import matcha
 from hetjax.plan.mixing import complete, ring
@@ -76,7 +77,7 @@ def by_hand(data, matrices, counts_SxW, rate, momentum=0.0, seed=0, faithful=Fal
 
 
 def trained(data, sync, workers, steps, controller, optimizer=None, state=None, **options):
-    options = {"batch_size": BATCH, "rungs": [4, BATCH], **options}
+    options = {"batch_size": BATCH, "engine": Chunked(rungs=[4, BATCH]), **options}
     with Trainer(
         squares,
         optimizer or optax.sgd(0.05),
@@ -137,8 +138,9 @@ def test_the_recursion_with_matchas_draws_and_plans_of_any_kind(workers):
 @pytest.mark.parametrize("engine", ["chunked", "looped", "masked"])
 def test_any_engine_and_float32(engine):
     data = quadratic(dtype=np.float32)
-    options = {} if engine == "chunked" else {"rungs": None, "capacity": BATCH}
-    state, history, _ = trained(data, Decentralised(mix_every=2), 4, 12, Counts([9, 6, 4, 1]), engine=engine, **options)
+    engine = Chunked(rungs=[4, BATCH]) if engine == "chunked" else engine
+    options = {"engine": engine, "capacity": BATCH}
+    state, history, _ = trained(data, Decentralised(mix_every=2), 4, 12, Counts([9, 6, 4, 1]), **options)
     matrices = [ring(4) if k % 2 == 0 else np.eye(4) for k in range(12)]
     expected_WxP = by_hand(data, matrices, history.counts, 0.05)
     np.testing.assert_allclose(np.asarray(state.params["x"]), expected_WxP, rtol=1e-5, atol=1e-5)
@@ -151,10 +153,10 @@ def opened(sync, workers, params, optimizer, state=None, **rule):
     """The reduce of a sync for these parameters, and the layout of their sums."""
     layout = Layout.of(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params), (), ())
     setting = Setting(
-        Workers.of(jax.devices()[:workers]), layout, Rule(optimizer, None, rule.get("ema_decay")), "auto", 100, 10
+        Workers.of(jax.devices()[:workers]), layout, Rule(optimizer, None, rule.get("ema_decay")), "auto", 10
     )
     ema = None if rule.get("ema_decay") is None else params
-    return sync.open(setting, state or State(params, None, optimizer.init(params), ema)), layout
+    return Holder(sync.open(setting, state or State(params, None, optimizer.init(params), ema))), layout
 
 
 def step(reduce, layout, grads, counts):
@@ -289,7 +291,7 @@ def test_a_model_learns_and_is_tested_by_its_mean():
     made = problem("mlp", samples=200)
     with Trainer(
         made.loss_fn, optax.adam(1e-2), batch_size=40, controller=RandomPlans(0), sync="decentralised",
-        devices=jax.devices()[:4], rungs=[8, 40], ema_decay=0.5,
+        devices=jax.devices()[:4], engine=Chunked(rungs=[8, 40]), ema_decay=0.5,
     ) as trainer:  # fmt: skip
         state, history = trainer.fit(trainer.init(made.params), made.data, steps=60)
         tested = trainer.evaluate(state, made.data)
@@ -310,7 +312,7 @@ def test_running_statistics_of_a_worker_without_samples_stay():
 
     with Trainer(
         loss_fn, optax.sgd(0.0), batch_size=BATCH, controller=Counts([10, 10, 0, 0]), sync="decentralised",
-        devices=jax.devices()[:4], rungs=[BATCH],
+        devices=jax.devices()[:4], engine=Chunked(rungs=[BATCH]),
     ) as trainer:  # fmt: skip
         state = trainer.init({"x": jnp.ones(())}, {"mean": jnp.full((), 5.0)})
         state, _ = trainer.fit(state, {"t": np.full(SAMPLES, 3.0, np.float32)}, steps=1)

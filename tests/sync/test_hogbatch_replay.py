@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from problems import distance, problem, reference_run
 
-from hetjax import Simulation, Trainer
+from hetjax import Chunked, Simulation, Trainer
 from hetjax.plan.merge_rule import moved_batches
 from hetjax.plan.ranges import Range
 from hetjax.sync import AdaptiveHogbatch, AdaptiveSgd, Hogbatch
@@ -49,7 +49,7 @@ def test_one_worker_alone_is_sequential_sgd():
     runs = []
     for sync in ("allreduce", Hogbatch(), Hogbatch(replay=0), AdaptiveHogbatch(replay=0)):
         with Trainer(
-            made.loss_fn, optimizer, batch_size=24, sync=sync, devices=jax.devices()[:1], rungs=[4, 24]
+            made.loss_fn, optimizer, batch_size=24, sync=sync, devices=jax.devices()[:1], engine=Chunked(rungs=[4, 24])
         ) as trainer:
             runs.append(trainer.fit(trainer.init(made.params), made.data, epochs=3))
     for state, history in runs:
@@ -115,8 +115,8 @@ def test_it_learns_the_digits(kind):
     options = {"mega_batch": 256} if kind is AdaptiveSgd else {}
     sync = kind(replay=Schedule(0, speeds=(1.0, 8.0)), batches=[8, 64], smallest=8, **options)
     with Trainer(
-        task.model.loss_fn, optax.sgd(0.3), batch_size=64, sync=sync, devices=jax.devices()[:2], rungs=[8, 64],
-        eval_fn=task.model.eval_fn,
+        task.model, optax.sgd(0.3), batch_size=64, sync=sync, devices=jax.devices()[:2],
+        engine=Chunked(rungs=[8, 64]),
     ) as trainer:  # fmt: skip
         state, history = trainer.fit(trainer.init(task.model.params), task.train, epochs=12)
         tested = trainer.evaluate(state, task.test)
@@ -137,7 +137,14 @@ def test_a_seed_replays_the_same_interleaving_to_the_bit(kind):
 def test_adaptive_batches_even_the_updates_out_and_compile_nothing():
     rows = data(960)
     fixed = run(Hogbatch, rows, batches=[4, 4, 4])[1]
-    moved = run(AdaptiveHogbatch, rows, batches=[4, 4, 4], smallest=2, trainer={"rungs": [2, 4, 8, 16]}, epochs=6)[1]
+    moved = run(
+        AdaptiveHogbatch,
+        rows,
+        batches=[4, 4, 4],
+        smallest=2,
+        trainer={"engine": Chunked(rungs=[2, 4, 8, 16])},
+        epochs=6,
+    )[1]
     spread = lambda history: np.ptp(history.more["update_share"])
     assert spread(fixed) > 0.3  # by speed: 1 to 4 to 2
     assert spread(moved) < 0.1
@@ -223,7 +230,7 @@ def test_resumed_batches_keep_to_the_bounds_of_now():
     with trainer_for(Hogbatch(replay=0, batches=16)) as trainer:
         state, _ = trainer.fit(trainer.init(first()), rows, epochs=1)
         saved, state = trainer.remember(state), jax.tree.map(np.asarray, state)
-    with trainer_for(Hogbatch(replay=0, on_update=log.append), capacity=8, rungs=[4, 8]) as trainer:
+    with trainer_for(Hogbatch(replay=0, on_update=log.append), capacity=8, engine=Chunked(rungs=[4, 8])) as trainer:
         trainer.fit(trainer.recall(saved, state), rows, epochs=1)
     assert {done.batch for done in log} == {8}
 
@@ -248,8 +255,8 @@ def test_model_state_moves_with_every_update():
     advance = lambda state, sums: {"seen": state["seen"] + sums["seen"]}
     rows = data()
     with Trainer(
-        stateful, optax.sgd(0.1), batch_size=16, sync=Hogbatch(replay=0), devices=jax.devices()[:3], rungs=[4, 16],
-        advance=advance,
+        stateful, optax.sgd(0.1), batch_size=16, sync=Hogbatch(replay=0), devices=jax.devices()[:3],
+        engine=Chunked(rungs=[4, 16]), advance=advance,
     ) as trainer:  # fmt: skip
         state, _ = trainer.fit(trainer.init(first(), {"seen": np.zeros((), np.float32)}), rows, epochs=2)
     assert float(state.model_state["seen"]) == 192
@@ -299,7 +306,7 @@ def test_as_published():
     ("sync", "options", "words"),
     [
         (Hogbatch(), {"partition": "proportional"}, "no shards"),
-        (Hogbatch(), {"engine": "looped", "rungs": None}, "one program over all workers"),
+        (Hogbatch(), {"engine": "looped"}, "every worker runs alone"),
         (Hogbatch(smallest=99), {}, "smallest batch of 99"),
         (Hogbatch(batches=[1, 2, 3]), {}, "batches lists 3 numbers for 2 workers"),
         (Hogbatch(replay=Schedule(speeds=(1.0,))), {}, "speeds for 1 workers"),

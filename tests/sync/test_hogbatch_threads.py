@@ -9,7 +9,7 @@ import optax
 import pytest
 from async_problem import covered, data, first, flat, loss_fn, merged_account, shared_account, trainer_for
 
-from hetjax import NonFiniteError, Simulation, Trainer
+from hetjax import Chunked, NonFiniteError, Simulation, Trainer
 from hetjax.data import MemorySource
 from hetjax.plan.merge_rule import moved_batches
 from hetjax.plan.ranges import Range
@@ -268,7 +268,13 @@ def test_a_wish_to_end_that_comes_during_the_compile_counts():
 
     slow = Simulation(constant([1.0, 1.0]), row_time=1.0)
     with Trainer(
-        loss, optax.sgd(0.1), batch_size=16, sync=Hogbatch(), devices=jax.devices()[:2], rungs=[4, 16], speeds=slow
+        loss,
+        optax.sgd(0.1),
+        batch_size=16,
+        sync=Hogbatch(),
+        devices=jax.devices()[:2],
+        engine=Chunked(rungs=[4, 16]),
+        speeds=slow,
     ) as trainer:
         state, history = trainer.fit(trainer.init(first()), rows, epochs=1)
         assert (state.cursor, history.records) == (0, [])

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from holder import Holder
 
-from hetjax import Trainer
+from hetjax import Chunked, Trainer
 from hetjax.plan.controllers.protocol import Plan
 from hetjax.plan.sampler import Sampler, Span
 from hetjax.run.clocks import Lap
@@ -110,11 +111,11 @@ class Driven:
         workers = Workers.of(jax.devices()[:nodes])
         self.layout = Layout.of(jax.ShapeDtypeStruct(x.shape, x.dtype), (), ())
         rule, end = Rule(optimizer, None, None), epochs * samples
-        self.setting = Setting(workers, self.layout, rule, "auto", samples, 4, 0, end)
+        self.setting = Setting(workers, self.layout, rule, "auto", 4, samples=samples, end=end)
         self.options = {"nodes": nodes, **options}
         self.sync = Daso(**self.options)
         self.samples, self.cursor = samples, 0
-        self.reduce = self.sync.open(self.setting, State(jnp.asarray(x), None, optimizer.init(x), None))
+        self.reduce = Holder(self.sync.open(self.setting, State(jnp.asarray(x), None, optimizer.init(x), None)))
 
     def reopen(self):
         """Go on from what a checkpoint would hold."""
@@ -122,12 +123,12 @@ class Driven:
         saved = self.sync.state_dict()
         self.sync = Daso(**self.options)
         self.sync.load_state_dict(saved)
-        self.reduce = self.sync.open(self.setting, state)
+        self.reduce = Holder(self.sync.open(self.setting, state))
 
     @property
     def x(self):
         """The parameters of each node."""
-        return [np.asarray(leaves[0])[0] for leaves in self.reduce.per_worker()]
+        return [np.asarray(leaves[0])[0] for leaves in self.reduce.replicas().leaves_w]
 
     def step(self, told, stop=False):
         """One step, given for every node the sum of gradients and the number of samples in it."""
@@ -152,5 +153,5 @@ def trainer(loss_fn, counts, sizes, optimizer=None, sync=None, **options):
         controller=Fixed(counts),
         sync=Daso(**daso) if sync is None else sync,
         devices=jax.devices()[: len(counts)],
-        rungs=[1, 8],
+        engine=Chunked(rungs=[1, 8]),
     )

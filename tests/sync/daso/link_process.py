@@ -12,7 +12,7 @@ from daso_node import data, init_mlp, loss_fn, place  # noqa: E402, I001  which 
 
 import optax  # noqa: E402
 
-from hetjax import Trainer  # noqa: E402
+from hetjax import Chunked, Trainer  # noqa: E402
 from hetjax.devices import devices_of_all  # noqa: E402
 from hetjax.run.distributed import leave  # noqa: E402
 from hetjax.sync.daso import Daso  # noqa: E402
@@ -23,7 +23,7 @@ def main(orders):
     sync = Daso(warm_up=0, cool_down=0, max_skip=orders["skip"], between="equal", wait="paper")
     trainer = Trainer(
         loss_fn, optax.sgd(1e-3), batch_size=orders["batch"], controller="equal", sync=sync,
-        devices=devices_of_all(1), rungs=[orders["batch"] // 2],
+        devices=devices_of_all(1), engine=Chunked(rungs=[orders["batch"] // 2]),
     )  # fmt: skip
     ended = []
 

@@ -18,7 +18,7 @@ import optax  # noqa: E402
 from daso_setups import BATCH, SAMPLES, flat, tanh_net  # noqa: E402
 from sample_log import numbered, telling  # noqa: E402
 
-from hetjax import Simulation, Trainer, checkpoint  # noqa: E402
+from hetjax import Chunked, Simulation, Trainer, checkpoint  # noqa: E402
 from hetjax.run.agree import Disagreement  # noqa: E402
 from hetjax.run.simulate import constant  # noqa: E402
 from hetjax.sync.daso import Daso  # noqa: E402
@@ -33,7 +33,7 @@ def made(sync, controller="equal", rungs=(1, 8), **options):
     data, params = jax.tree.map(lambda x: x.astype(np.float32), (data, params))
     trainer = Trainer(
         telling(loss_fn, SAMPLES), optax.sgd(0.1, momentum=0.5), batch_size=BATCH, controller=controller, sync=sync,
-        rungs=rungs, **options,
+        engine=Chunked(rungs=rungs), **options,
     )  # fmt: skip
     return trainer, numbered(data), trainer.init(params)
 

@@ -15,7 +15,7 @@ import quick_compiles
 from daso_setups import BATCH, SAMPLES, Fixed, flat, tanh_net
 from sample_log import check_samples, samples_of
 
-from hetjax import Trainer
+from hetjax import Chunked, Trainer
 from hetjax.launch.meeting_point import free_port
 from hetjax.sync.daso import Daso
 
@@ -59,8 +59,8 @@ def test_it_is_the_run_of_one_process(seen):
     data, params = jax.tree.map(lambda x: x.astype(np.float32), (data, params))
     options = {"warm_up": 1, "cool_down": 1, "stability": 0.9, "max_skip": 4, "wire": "full"}
     with Trainer(
-        loss_fn, optax.sgd(0.1, momentum=0.5), batch_size=BATCH, controller=Fixed([2, 2, 4]), rungs=[1, 8],
-        sync=Daso(nodes=[2, 1], **options), devices=jax.devices()[:3],
+        loss_fn, optax.sgd(0.1, momentum=0.5), batch_size=BATCH, controller=Fixed([2, 2, 4]),
+        engine=Chunked(rungs=[1, 8]), sync=Daso(nodes=[2, 1], **options), devices=jax.devices()[:3],
     ) as trainer:  # fmt: skip
         state, history = trainer.fit(trainer.init(params), data, epochs=6)
         expected = flat(trainer.answer(state).params)

@@ -12,7 +12,7 @@ from daso_reference import Reference
 from daso_setups import BATCH, SAMPLES, Driven, Fixed, flat, node_parts, per_node, quadratic, tanh_net, trainer
 from problems import distance
 
-from hetjax import Trainer
+from hetjax import Chunked, Trainer
 from hetjax.run.workers import Workers
 from hetjax.sync.allreduce import AllReduce
 from hetjax.sync.daso import Daso
@@ -57,7 +57,7 @@ def test_model_state_moving_average_and_optimiser_go_along():
         held = []
         with Trainer(
             loss_fn, optax.adam(0.1), batch_size=BATCH, controller=Fixed(COUNTS), sync=sync, ema_decay=0.9,
-            devices=jax.devices()[:4], rungs=[8],
+            devices=jax.devices()[:4], engine=Chunked(rungs=[8]),
         ) as made:  # fmt: skip
             state, _ = made.fit(
                 made.init(params, np.zeros(3, np.float32)), data, epochs=epochs,

@@ -1,0 +1,29 @@
+"""A reduce together with what the devices hold, so that a test can feed it step by step."""
+
+import numpy as np
+
+from hetjax.plan.controllers.protocol import Plan
+from hetjax.plan.sampler import PlannedStep
+
+
+class Holder:
+    def __init__(self, opened, made=0):
+        (self.reduce, self.core), self.tail, self.made = opened, None, made
+
+    def __getattr__(self, name):
+        return getattr(self.reduce, name)
+
+    def step(self, laps, slots, span):
+        plan = Plan(np.zeros(len(self.reduce.workers), np.int64))
+        step = PlannedStep(self.made, span, plan, np.zeros(0))
+        self.core, self.tail = self.reduce(self.core, [lap.parts for lap in laps], slots, step)
+        self.made += 1
+
+    def report(self):
+        return self.reduce.read(self.tail)
+
+    def replicas(self):
+        return self.reduce.replicas(self.core, self.tail)
+
+    def state(self, step, cursor):
+        return self.reduce.state(self.core, step, cursor)
