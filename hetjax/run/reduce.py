@@ -22,6 +22,7 @@ from jax.sharding import SingleDeviceSharding
 
 from hetjax.plan.sampler import Step
 from hetjax.run.clocks import Lap
+from hetjax.run.compile_once import compile_for, compile_over
 from hetjax.run.compiles import expected
 from hetjax.run.layout import HOST_SLOTS, SLOTS, Layout, Parts, Report
 from hetjax.run.sum_parts import sum_parts
@@ -124,7 +125,7 @@ class Psum:
         parts = tuple(wide(size, self.layout.dtype, self.workers.sharded) for size in self.layout.sizes)
         said = wide(slots, np.float32, self.workers.replicated)
         with expected():
-            return jax.jit(program, donate_argnums=0).lower(self.core, parts, said).compile()
+            return compile_over(program, (self.core, parts, said), self.workers.devices, donate=(0,))
 
     def step(
         self, laps: Sequence[Lap], slots: Sequence[list[float]], at: Step, weights: Sequence[float] | None = None
@@ -184,7 +185,7 @@ class Hub:
         parts = tuple(jax.ShapeDtypeStruct((1, n), self.layout.dtype, sharding=here) for n in self.layout.sizes)
         arguments = self.core, [parts] * count, shape(count, HOST_SLOTS), shape(count)
         with expected():
-            return jax.jit(self._on_lead, donate_argnums=0).lower(*arguments).compile()
+            return compile_for(self._on_lead, arguments, [self.lead], donate=(0,))[0]
 
     def step(
         self, laps: Sequence[Lap], slots: Sequence[list[float]], at: Step, weights: Sequence[float] | None = None

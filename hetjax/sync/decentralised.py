@@ -31,6 +31,7 @@ from hetjax.plan.mixing import Mixing, topology
 from hetjax.plan.sampler import Step
 from hetjax.run.agree import gather
 from hetjax.run.clocks import Lap
+from hetjax.run.compile_once import compile_over
 from hetjax.run.compiles import expected
 from hetjax.run.layout import HOST_SLOTS, SLOTS, Parts, Report, Sums
 from hetjax.run.members import kept_entries
@@ -133,7 +134,7 @@ class Neighbours:
         parts = tuple(wide(size, self.layout.dtype) for size in self.layout.sizes)
         said = wide(HOST_SLOTS + 1 + len(self.mixing.rounds), np.float32)
         with expected():
-            return jax.jit(program, donate_argnums=0).lower(self.core, parts, said).compile()
+            return compile_over(program, (self.core, parts, said), self.workers.devices, donate=(0,))
 
     # -- on a worker --
 

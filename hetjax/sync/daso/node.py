@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from hetjax.run.clocks import Lap
+from hetjax.run.compile_once import compile_over
 from hetjax.run.compiles import expected
 from hetjax.run.layout import HOST_SLOTS, SLOTS, Layout, Parts
 from hetjax.run.update import Finish
@@ -40,18 +41,17 @@ class Node:
         count, layout, params = len(self.workers), self.layout, self.core[0]
         held = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=self.workers.replicated)
         wide = lambda size, dtype: jax.ShapeDtypeStruct((count, size), dtype, sharding=self.workers.sharded)
+        compiled = lambda fn, *args, donate=(): compile_over(fn, args, self.workers.devices, donate)
         adding = jax.shard_map(
             self._add, mesh=self.workers.mesh, in_specs=(P(AXIS), P(AXIS)), out_specs=(P(), P()), check_vma=False
         )
         parts = tuple(wide(size, layout.dtype) for size in layout.sizes)
-        self._run_add = jax.jit(adding).lower(parts, wide(HOST_SLOTS, np.float32)).compile()
+        self._run_add = compiled(adding, parts, wide(HOST_SLOTS, np.float32))
         self._totals = totals = [held((1, size), layout.dtype) for size in (*layout.sizes[:-1], layout.sizes[-1] + 1)]
-        self._run_apply = jax.jit(self._apply, donate_argnums=0).lower(self.core, totals).compile()
+        self._run_apply = compiled(self._apply, self.core, totals, donate=(0,))
         scalars = (held((), layout.dtype),) * 3
-        self._run_blend = (
-            jax.jit(self._blend, donate_argnums=0).lower(params, jax.tree.leaves(params), params, scalars).compile()
-        )
-        self._run_copy = jax.jit(partial(jax.tree.map, jnp.copy)).lower(params).compile()
+        self._run_blend = compiled(self._blend, params, jax.tree.leaves(params), params, scalars, donate=(0,))
+        self._run_copy = compiled(lambda params: jax.tree.map(jnp.copy, params), params)
 
     # -- on the devices --
 
