@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hetjax.devices import fake_devices
     from hetjax.history import History, Record
+    from hetjax.nonfinite import NonFiniteError
     from hetjax.plan.allocation import solve
     from hetjax.run.contract import Example
     from hetjax.run.from_flax import FlaxModel, from_linen, from_nnx
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from hetjax.run.simulate import Simulation
     from hetjax.run.update import State, running_average
     from hetjax.source_blocks import make_blocks
-    from hetjax.trainer import NonFiniteError, Trainer
+    from hetjax.trainer import Trainer
     from hetjax.watch.hooks import Progress
 
 # Loaded when first used, so that planning (hetjax.plan) never pulls JAX in.
@@ -25,7 +26,7 @@ _HOME = {
     "FlaxModel": "hetjax.run.from_flax",
     "History": "hetjax.history",
     "LinenBatchNorm": "hetjax.run.norm",
-    "NonFiniteError": "hetjax.trainer",
+    "NonFiniteError": "hetjax.nonfinite",
     "Progress": "hetjax.watch.hooks",
     "Record": "hetjax.history",
     "Simulation": "hetjax.run.simulate",

@@ -28,7 +28,9 @@ class Record:
     samples: int  # since the start of the run
     changed: bool  # whether the plan changed with this step
     reason: str
-    nonfinite: tuple[int, ...] = ()  # workers whose sums held NaN or infinity: the update was skipped
+    nonfinite: tuple[int, ...] = ()  # workers whose loss, gradient or update held NaN or infinity
+    bad_update: bool = False  # whether it was the update: loss and gradients were finite
+    left_out: bool = False  # whether nothing was learned in this step because of that
     save: bool = False  # whether a checkpoint was asked for after this step
     more: dict[str, Any] = field(default_factory=dict)  # what else a sync has to tell, as plain JSON values
 
@@ -48,7 +50,9 @@ class Record:
             samples=samples,
             changed=flight.plan.changed,
             reason=flight.plan.reason,
-            nonfinite=tuple(int(i) for i in np.flatnonzero(report.nonfinite_W)),
+            nonfinite=tuple(int(i) for i in np.flatnonzero(report.nonfinite_W | report.bad_update_W)),
+            bad_update=bool(report.bad_update_W.any()),
+            left_out=report.left_out,
             save=report.save,
         )
 

@@ -19,6 +19,7 @@ from hetjax.data.memory import as_source
 from hetjax.data.source import Source, fetch
 from hetjax.history import History, Record
 from hetjax.loop import AnySampler, Flight, Loop, Wishes
+from hetjax.nonfinite import NonFinitePolicy
 from hetjax.plan import controllers
 from hetjax.plan.allocation import solve
 from hetjax.plan.blocks import Blocks
@@ -50,10 +51,6 @@ Hook = Callable[[Record, State], None]  # may also have begin(history) and end(h
 _SAMPLERS: dict[str, Callable[..., AnySampler]] = {"global": Sampler, "proportional": ProportionalSampler}
 
 
-class NonFiniteError(FloatingPointError):
-    """A loss or gradient was NaN or infinite; the parameters are those before that step."""
-
-
 class Trainer:
     """Trains a model data-parallel on workers of unequal and changing speed.
 
@@ -71,6 +68,8 @@ class Trainer:
     quantum      counts are multiples of it (the group size of BatchNorm; taken from loss_fn.quantum where it says)
     eval_fn      the loss for `evaluate`, if it differs from loss_fn (no dropout, running averages)
     advance      (model_state, state_sums) -> model_state; default: a running average with momentum 0.9
+    on_nonfinite when a loss, gradient or update is NaN or infinite: 'stop', or 'skip' that step, which keeps a second
+                 copy of the parameters and the optimizer's state; max_skips: stop after so many skips in a row
     """
 
     def __init__(
@@ -94,6 +93,7 @@ class Trainer:
         ema_decay: float | None = None,
         seed: int = 0,
         on_nonfinite: str = "stop",
+        max_skips: int = 10,
         wait_limit: float = 600.0,
         complete_ladder: bool = False,
         rungs: Sequence[int] | None = None,
@@ -112,8 +112,6 @@ class Trainer:
                 f"Unknown partition {partition!r}: use one of {', '.join(_SAMPLERS)}, or give the blocks themselves, "
                 "as hetjax.make_blocks(source, rates) makes them."
             )
-        if on_nonfinite not in ("stop", "skip"):
-            raise ValueError(f"on_nonfinite must be 'stop' or 'skip', got {on_nonfinite!r}.")
         if ema_decay is not None and not 0 <= ema_decay < 1:
             raise ValueError(f"ema_decay must be at least 0 and below 1, got {ema_decay}.")
         self.loss_fn, self.eval_fn, self.optimizer = loss_fn, eval_fn or loss_fn, optimizer
@@ -136,7 +134,7 @@ class Trainer:
                 f"not cut into whole groups. Use partition='global', not {partition!r}."
             )
         self.advance, self.ema_decay = advance or running_average(), ema_decay
-        self.on_nonfinite, self.wait_limit = on_nonfinite, wait_limit
+        self.nonfinite, self.wait_limit = NonFinitePolicy(on_nonfinite, max_skips), wait_limit
         self.simulation = self._simulation(speeds)
         self._engine_options: dict[str, Any] = {
             "capacity": capacity,
@@ -204,7 +202,7 @@ class Trainer:
             self._check_alike(state, source, end)
         session = self._session(state, source, train=True)
         advance = self.advance if state.model_state is not None else None
-        rule = Rule(self.optimizer, advance, self.ema_decay)
+        rule = Rule(self.optimizer, advance, self.ema_decay, undo=self.nonfinite.policy == "skip")
         if isinstance(self.sync, Asynchronous):
             return self._without_steps(self.sync, session, rule, state, source, end, hooks)
         until = end if steps is None else _end_of_steps(order, state.cursor, steps)
@@ -455,7 +453,7 @@ class Trainer:
             state_of_the_optimiser=digest(state.opt_state) if one_set else None,
             moving_average=[self.ema_decay, digest(state.ema) if one_set else None],
             quantum=self.quantum,
-            on_nonfinite=self.on_nonfinite,
+            on_nonfinite=[self.nonfinite.policy, self.nonfinite.max_skips],
         )
 
     def _session(self, state: State, source: Source, *, train: bool) -> Session:
@@ -521,16 +519,7 @@ class Trainer:
         return flight.step.batch / self.simulation.ideal() if self.simulation is not None else 0.0
 
     def _check_finite(self, record: Record) -> None:
-        if not record.nonfinite:
-            return
-        who = ", ".join(map(str, record.nonfinite))
-        who += f" of node {jax.process_index()}" if self._own_node else ""
-        said = f"Step {record.step}: the loss or gradient of worker {who} was NaN or infinite; its update was left out"
-        if self.on_nonfinite == "stop":
-            raise NonFiniteError(
-                f"{said}. Lower the learning rate, look at the data, or go on with on_nonfinite='skip'."
-            )
-        log.warning("%s.", said)
+        self.nonfinite.check(record, f" of node {jax.process_index()}" if self._own_node else "")
 
 
 def _end_of_steps(sampler: AnySampler, cursor: int, steps: int) -> int:

@@ -24,9 +24,9 @@ from hetjax.plan.sampler import Step
 from hetjax.run.clocks import Lap
 from hetjax.run.compile_once import compile_for, compile_over
 from hetjax.run.compiles import expected
-from hetjax.run.layout import HOST_SLOTS, SLOTS, Layout, Parts, Report
+from hetjax.run.layout import HOST_SLOTS, Layout, Parts, Report, level_of_all, with_bad_update
 from hetjax.run.sum_parts import sum_parts
-from hetjax.run.update import Finish, State
+from hetjax.run.update import State, Update
 from hetjax.run.workers import AXIS, Workers
 
 Tree = Any
@@ -61,7 +61,7 @@ class Reduce(Protocol):
     def ready(self) -> list[jax.Array]: ...
 
 
-def make_reduce(transport: str, workers: Workers, layout: Layout, finish: Finish, core: Any) -> Psum | Hub:
+def make_reduce(transport: str, workers: Workers, layout: Layout, update: Update, core: Any) -> Psum | Hub:
     """transport: 'psum', 'hub', or 'auto' (hub only where the workers are of several kinds)."""
     if transport == "auto":
         transport = "psum" if len(workers.kinds) == 1 else "hub"
@@ -71,21 +71,19 @@ def make_reduce(transport: str, workers: Workers, layout: Layout, finish: Finish
                 f"The psum transport needs devices of one kind, but the workers are {', '.join(workers.kinds)}: XLA "
                 "runs no single program over unlike devices. Use transport='hub' (or 'auto')."
             )
-        return Psum(workers, layout, finish, core)
+        return Psum(workers, layout, update, core)
     if transport == "hub":
         if workers.several_processes:
             raise ValueError("The hub transport works within one process. With several processes use transport='psum'.")
-        return Hub(workers, layout, finish, core)
+        return Hub(workers, layout, update, core)
     raise ValueError(f"Unknown transport {transport!r}: use 'auto', 'psum' or 'hub'.")
 
 
-def apply_where_finite(layout: Layout, finish: Finish, core: Any, total: Parts, workers: int) -> tuple[Any, jax.Array]:
+def apply_where_finite(layout: Layout, update: Update, core: Any, total: Parts, workers: int) -> tuple[Any, jax.Array]:
     """Apply the step if all sums are finite and there is any weight; decided on the device, alike on all workers."""
-    tail = layout.tail(total)
-    slots = tail[-workers * len(SLOTS) :].reshape(workers, len(SLOTS))
-    finite = jnp.all(slots[:, SLOTS.index("nonfinite")] == 0)
-    sums = layout.unpack(total)
-    return jax.lax.cond(finite & (sums.weight > 0), finish, lambda core, sums: core, core, sums), tail
+    tail, sums = layout.tail(total), layout.unpack(total)
+    core, bad = update(core, sums, sums.weight, level_of_all(tail, workers))
+    return core, with_bad_update(tail, workers, bad)
 
 
 def _private_copy(placed: Tree) -> Tree:
@@ -97,8 +95,8 @@ def _private_copy(placed: Tree) -> Tree:
 class Psum:
     name = "psum"
 
-    def __init__(self, workers: Workers, layout: Layout, finish: Finish, core: Any):
-        self.workers, self.layout, self.finish = workers, layout, finish
+    def __init__(self, workers: Workers, layout: Layout, update: Update, core: Any):
+        self.workers, self.layout, self.update = workers, layout, update
         self.core = _private_copy(workers.replicate(core))
         self._tail: jax.Array | None = None
         self._run = self._compile(HOST_SLOTS)
@@ -111,7 +109,7 @@ class Psum:
         if len(slots) > HOST_SLOTS:
             parts = self.layout.weighted(parts, slots[HOST_SLOTS])
         own = self.layout.outgoing(parts, slots[:HOST_SLOTS], jax.lax.axis_index(AXIS), count)
-        return apply_where_finite(self.layout, self.finish, core, sum_parts(own, self.workers), count)
+        return apply_where_finite(self.layout, self.update, core, sum_parts(own, self.workers), count)
 
     def _compile(self, slots: int) -> Any:
         program = jax.shard_map(
@@ -125,7 +123,7 @@ class Psum:
         parts = tuple(wide(size, self.layout.dtype, self.workers.sharded) for size in self.layout.sizes)
         said = wide(slots, np.float32, self.workers.replicated)
         with expected():
-            return compile_over(program, (self.core, parts, said), self.workers.devices, donate=(0,))
+            return compile_over(program, (self.core, parts, said), self.workers.devices, donate=self.update.donate)
 
     def step(
         self, laps: Sequence[Lap], slots: Sequence[list[float]], at: Step, weights: Sequence[float] | None = None
@@ -163,8 +161,8 @@ class Psum:
 class Hub:
     name = "hub"
 
-    def __init__(self, workers: Workers, layout: Layout, finish: Finish, core: Any):
-        self.workers, self.layout, self.finish = workers, layout, finish
+    def __init__(self, workers: Workers, layout: Layout, update: Update, core: Any):
+        self.workers, self.layout, self.update = workers, layout, update
         self.lead = workers.devices[0]
         self.core = _private_copy(jax.device_put(core, SingleDeviceSharding(self.lead)))
         self._tail: jax.Array | None = None
@@ -177,7 +175,7 @@ class Hub:
             own = self.layout.weighted(tuple(part[0] for part in parts), weight_W[i])
             sent.append(self.layout.outgoing(own, slots_WxH[i], i, len(parts_W)))
         total = functools.reduce(partial(jax.tree.map, jnp.add), sent)  # in worker order
-        return apply_where_finite(self.layout, self.finish, core, total, len(parts_W))
+        return apply_where_finite(self.layout, self.update, core, total, len(parts_W))
 
     def _compile(self) -> Any:
         here, count = SingleDeviceSharding(self.lead), len(self.workers)
@@ -185,7 +183,7 @@ class Hub:
         parts = tuple(jax.ShapeDtypeStruct((1, n), self.layout.dtype, sharding=here) for n in self.layout.sizes)
         arguments = self.core, [parts] * count, shape(count, HOST_SLOTS), shape(count)
         with expected():
-            return compile_for(self._on_lead, arguments, [self.lead], donate=(0,))[0]
+            return compile_for(self._on_lead, arguments, [self.lead], donate=self.update.donate)[0]
 
     def step(
         self, laps: Sequence[Lap], slots: Sequence[list[float]], at: Step, weights: Sequence[float] | None = None

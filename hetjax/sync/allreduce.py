@@ -16,7 +16,7 @@ class AllReduce:
 
     def open(self, setting: Setting, state: State) -> Reduce:
         core = average(state).core  # of a run that kept several sets until now
-        return make_reduce(setting.transport, setting.workers, setting.layout, setting.rule.finish(), core)
+        return make_reduce(setting.transport, setting.workers, setting.layout, setting.rule.update(), core)
 
     def answer(self, state: State) -> State:
         return state

@@ -191,7 +191,10 @@ def test_another_process_finds_it_unless_its_flags_for_xla_are_others(store):
     made()
     code = "import test_compile_once; print(test_compile_once.made()[1])"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    other = {**environment, "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("optimization_level=0", "optimization_level=1")}
+    other = {
+        **environment,
+        "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("optimization_level=0", "optimization_level=1"),
+    }
     started = [
         subprocess.Popen([sys.executable, "-c", code], env=each, stdout=subprocess.PIPE, text=True)
         for each in (environment, other)

@@ -114,9 +114,9 @@ class Daso:
         if self.sharing is not None:
             self.sharing.limit(gather(setting.capacity), setting.batch)
         self._set_schedule(setting, state)
-        finish = setting.rule.finish()
+        update = setting.rule.update()
         nodes = [
-            Node(workers, setting.layout, finish, self._core(state, j))
+            Node(workers, setting.layout, update, self._core(state, j))
             for j, workers in zip(places.mine, places.workers, strict=True)
         ]
         self.reduce = Nodes(

@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 from hetjax.run.clocks import Lap
 from hetjax.run.compile_once import compile_over
 from hetjax.run.compiles import expected
-from hetjax.run.layout import HOST_SLOTS, SLOTS, Layout, Parts
-from hetjax.run.update import Finish
+from hetjax.run.layout import HOST_SLOTS, SLOTS, Layout, Parts, level_of_all, with_bad_update
+from hetjax.run.update import Update
 from hetjax.run.workers import AXIS, Workers
 from hetjax.sync.daso.blend import Terms
 from hetjax.sync.daso.mean import Leaves
@@ -30,8 +30,8 @@ Scalars = tuple[jax.Array, jax.Array, jax.Array]
 class Node:
     """Holds what its workers hold. All programs are compiled before the first step."""
 
-    def __init__(self, workers: Workers, layout: Layout, finish: Finish, core: Tree):
-        self.workers, self.layout, self.finish = workers, layout, finish
+    def __init__(self, workers: Workers, layout: Layout, update: Update, core: Tree):
+        self.workers, self.layout, self.update = workers, layout, update
         with expected():
             self.core = jax.jit(partial(jax.tree.map, jnp.copy))(jax.device_put(core, workers.replicated))
             self._compile()
@@ -48,7 +48,8 @@ class Node:
         parts = tuple(wide(size, layout.dtype) for size in layout.sizes)
         self._run_add = compiled(adding, parts, wide(HOST_SLOTS, np.float32))
         self._totals = totals = [held((1, size), layout.dtype) for size in (*layout.sizes[:-1], layout.sizes[-1] + 1)]
-        self._run_apply = compiled(self._apply, self.core, totals, donate=(0,))
+        tail = held((3 + len(layout.metrics) + count * len(SLOTS),), layout.dtype)
+        self._run_apply = compiled(self._apply, self.core, totals, tail, donate=self.update.donate)
         scalars = (held((), layout.dtype),) * 3
         self._run_blend = compiled(self._blend, params, jax.tree.leaves(params), params, scalars, donate=(0,))
         self._run_copy = compiled(lambda params: jax.tree.map(jnp.copy, params), params)
@@ -56,21 +57,22 @@ class Node:
     # -- on the devices --
 
     def _add(self, parts_1: Parts, slots_1xH: jax.Array) -> tuple[Leaves, jax.Array]:
-        """The node's sums, behind them how many workers were not finite; and the tail for the host."""
+        """The node's sums, behind them their `nonfinite_level`; and the tail for the host."""
         count, size = len(self.workers), self.layout.sizes[-1]
         parts = tuple(part[0] for part in parts_1)
         own = self.layout.outgoing(parts, slots_1xH[0], jax.lax.axis_index(AXIS), count)
         *large, rest = summed = jax.lax.psum(own, AXIS)
-        nonfinite = rest[size:].reshape(count, len(SLOTS))[:, SLOTS.index("nonfinite")].sum()
-        totals = [*large, jnp.concatenate([rest[:size], nonfinite[None]])]
-        return [x[None] for x in totals], self.layout.tail(summed)
+        tail = self.layout.tail(summed)
+        totals = [*large, jnp.concatenate([rest[:size], level_of_all(tail, count)[None]])]
+        return [x[None] for x in totals], tail
 
-    def _apply(self, core_1: Tree, totals_1: Leaves) -> tuple[Tree, jax.Array]:
-        """The update, where all sums are finite and there is any weight; and the scalars that it came from."""
+    def _apply(self, core_1: Tree, totals_1: Leaves, tail: jax.Array) -> tuple[Tree, jax.Array, jax.Array]:
+        """The update, where all sums are finite and there is any weight; the scalars that it came from; the tail."""
         core, totals = jax.tree.map(lambda x: x[0], (core_1, totals_1))
         sums, rest = self.layout.unpack(tuple(totals)), totals[-1]
-        moved = jax.lax.cond((rest[-1] == 0) & (sums.weight > 0), self.finish, lambda core, sums: core, core, sums)
-        return jax.tree.map(lambda x: x[None], moved), rest[-4 - len(self.layout.metrics) : -1]
+        moved, bad = self.update(core, sums, sums.weight, rest[-1])
+        tail = with_bad_update(tail, len(self.workers), bad)
+        return jax.tree.map(lambda x: x[None], moved), rest[-4 - len(self.layout.metrics) : -1], tail
 
     def _blend(self, params: Tree, mean: Leaves, sent: Tree, terms: Scalars) -> Tree:
         leaves, tree = jax.tree.flatten(params)
@@ -94,7 +96,7 @@ class Node:
 
     def apply(self, totals: Leaves) -> jax.Array:
         """Move on by these sums, of this node or of all; their scalars."""
-        self.core, scalars = self._run_apply(self.core, [self.put(x) for x in totals])
+        self.core, scalars, self.tail = self._run_apply(self.core, [self.put(x) for x in totals], self.tail)
         return scalars
 
     def snapshot(self) -> Tree:

@@ -240,7 +240,7 @@ class Nodes:
                 self._reports_n.append(report)
                 seconds = np.max(report.times_W[report.rows_W > 0], initial=0.0)  # NaN if one was not timed
                 notes.step(report.count, seconds if seconds > 0 else None)
-                if not report.nonfinite_W.any():
+                if not report.left_out:
                     notes.loss, notes.weight = notes.loss + report.loss_sum, notes.weight + report.weight
                 notes.stop, notes.save = max(notes.stop, report.stop), max(notes.save, report.save)
         return self._reports_n
@@ -254,7 +254,7 @@ class Nodes:
         report = Report.read(self.layout, np.concatenate([scalars, *(tail[cut:] for tail in tails)]), len(self.workers))
         if self.exchange.nodes > len(reports_n):  # what others have to follow takes effect when all know of it
             report = replace(report, stop=self._asked_to_stop, save=self._asked_to_save)
-        if report.weight or report.nonfinite_W.any():
+        if report.weight or report.left_out:
             self._loss = report
         elif self._loss is not None:  # a node that sat this step out
             seen = self._loss
