@@ -37,11 +37,12 @@ from hetjax.interrupt import stop_on_signals
 from hetjax.launch import heartbeat
 from hetjax.launch.heartbeat import Heartbeat
 from hetjax.launch.variables import RESTART, STARTED
+from hetjax.nonfinite import NonFiniteError
 from hetjax.run.agree import Disagreement, gather, same
 from hetjax.run.distributed import initialise, leave
 from hetjax.run.simulate import Simulation
 from hetjax.run.update import State
-from hetjax.trainer import NonFiniteError, Trainer
+from hetjax.trainer import Trainer
 
 OF_A_PROCESS = ("devices", "capacity", "out", "tensorboard", "wandb")  # what processes of one run may differ in
 
@@ -188,6 +189,7 @@ def train(
         ema_decay=config.optimiser.ema,
         seed=config.output.seed,
         on_nonfinite=config.optimiser.on_nonfinite,
+        max_skips=config.optimiser.max_skips,
     )
     left = lambda state: (steps - state.step) if steps else (epochs * len(task.train) - state.cursor)
     with trainer, stop_on_signals(trainer.stop) as interrupt:

@@ -85,7 +85,9 @@ class Optimiser:
     ema: Number = None
     """decay of an exponential moving average of the parameters, which is then what is tested, e.g. 0.99"""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """a NaN in loss or gradient ends the run and is named, or its step is left out"""
+    """a NaN in loss, gradient or update ends the run and is named, or its step is skipped"""
+    max_skips: int = 10
+    """steps in a row that may be skipped before the run ends after all"""
 
 
 @dataclass(frozen=True)
@@ -281,7 +283,7 @@ def check_same_run(saved: Config, now: Config, folder: Path) -> None:
     kept = [f.name for part in (Data, Model, Optimiser) for f in dataclasses.fields(part)] + ["seed"]
     before, after = saved.flat(), now.flat()
     for name in kept:
-        if name not in ("epochs", "steps", "on_nonfinite") and before[name] != after[name]:
+        if name not in ("epochs", "steps", "on_nonfinite", "max_skips") and before[name] != after[name]:
             raise ValueError(
                 f"The run in {folder} was started with {name}={before[name]!r} and cannot go on with {after[name]!r}. "
                 "Leave the flag out, or start a new run in another --out."

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hetjax.devices import fake_devices
     from hetjax.history import History, Record
+    from hetjax.nonfinite import NonFiniteError
     from hetjax.pipeline import LiveState
     from hetjax.plan.allocation import solve
     from hetjax.run.contract import Example
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from hetjax.run.simulate import Simulation
     from hetjax.run.update import State, running_average
     from hetjax.source_blocks import make_blocks
-    from hetjax.step import NonFiniteError, Step
+    from hetjax.step import Step
     from hetjax.trainer import Trainer
     from hetjax.watch.hooks import Progress
 
@@ -33,7 +34,7 @@ _HOME = {
     "LiveState": "hetjax.pipeline",
     "Looped": "hetjax.run.engines",
     "Masked": "hetjax.run.engines",
-    "NonFiniteError": "hetjax.step",
+    "NonFiniteError": "hetjax.nonfinite",
     "Progress": "hetjax.watch.hooks",
     "Record": "hetjax.history",
     "Simulation": "hetjax.run.simulate",

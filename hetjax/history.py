@@ -28,7 +28,9 @@ class Record:
     samples: int  # since the start of the run
     changed: bool  # whether the plan changed with this step
     reason: str
-    nonfinite: tuple[int, ...] = ()  # workers whose sums held NaN or infinity: the update was skipped
+    nonfinite: tuple[int, ...] = ()  # workers whose loss, gradient or update held NaN or infinity
+    bad_update: bool = False  # whether it was the update: loss and gradients were finite
+    left_out: bool = False  # whether nothing was learned in this step because of that
     save: bool = False  # whether a checkpoint was asked for after this step
     stop: bool = False  # whether the end was asked for
     ideal: float | None = None  # samples a second of all workers at best, where speeds are simulated
@@ -58,7 +60,9 @@ class Record:
             samples=samples,
             changed=step.plan.changed,
             reason=step.plan.reason,
-            nonfinite=tuple(int(i) for i in np.flatnonzero(report.nonfinite_W)),
+            nonfinite=tuple(int(i) for i in np.flatnonzero(report.nonfinite_W | report.bad_update_W)),
+            bad_update=bool(report.bad_update_W.any()),
+            left_out=report.left_out,
             save=report.save,
             stop=report.stop,
             ideal=ideal,

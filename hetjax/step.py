@@ -17,6 +17,7 @@ from hetjax.calibration import calibrate
 from hetjax.data.batches import HostBatch, as_batch, check_rows, ends_together, sample_of
 from hetjax.data.rows import Rows
 from hetjax.history import Record
+from hetjax.nonfinite import NonFiniteError, NonFinitePolicy
 from hetjax.pipeline import Finished, LiveState, Pipeline, Requests
 from hetjax.plan.allocation import solve
 from hetjax.plan.controllers.protocol import Controller, Plan
@@ -42,10 +43,6 @@ Tree = Any
 AnyState = State | LiveState
 
 _NO_EPOCH = 2**31  # positions are counted in 32 bits: what stands for an epoch where there are none
-
-
-class NonFiniteError(FloatingPointError):
-    """A loss or gradient was NaN or infinite; the parameters are those before that step."""
 
 
 class Step:
@@ -82,7 +79,9 @@ class Step:
         epoch_size: samples in an epoch, for methods that act once an epoch.
         epochs: how many epochs there will be, for methods whose schedule depends on it (DASO).
         seed: with the position of a sample, the source of its random key.
-        on_nonfinite: 'stop' raises `NonFiniteError` after a NaN or infinity; 'skip' leaves that update out.
+        on_nonfinite: when a loss, gradient or update is NaN or infinite: 'stop' raises `NonFiniteError`, 'skip' leaves
+            that step out, which keeps a second copy of the parameters and the optimizer's state.
+        max_skips: stop after so many skips in a row.
         wait_limit: most seconds to wait for a worker's local phase.
 
     Raises:
@@ -111,6 +110,7 @@ class Step:
         epochs: int | None = None,
         seed: int = 0,
         on_nonfinite: str = "stop",
+        max_skips: int = 10,
         wait_limit: float = 600.0,
     ):
         model = loss_fn if hasattr(loss_fn, "loss_fn") else None
@@ -125,8 +125,6 @@ class Step:
             )
         if transport not in ("auto", "psum", "hub"):
             raise ValueError(f"Unknown transport {transport!r}: use 'auto', 'psum' or 'hub'.")
-        if on_nonfinite not in ("stop", "skip"):
-            raise ValueError(f"on_nonfinite must be 'stop' or 'skip', got {on_nonfinite!r}.")
         if ema_decay is not None and not 0 <= ema_decay < 1:
             raise ValueError(f"ema_decay must be at least 0 and below 1, got {ema_decay}.")
         chosen = presets.choose(strategy, controller=controller, sync=sync, engine=engine)
@@ -144,7 +142,7 @@ class Step:
         self.quantum: int = check_quantum(quantum if quantum is not None else getattr(model, "quantum", 1))
         self.advance, self.ema_decay = advance or running_average(), ema_decay
         self.epoch_size, self.epochs = epoch_size, epochs
-        self.on_nonfinite, self.wait_limit = on_nonfinite, wait_limit
+        self.nonfinite, self.wait_limit = NonFinitePolicy(on_nonfinite, max_skips), wait_limit
         self.simulation = _simulation(speeds, len(self.workers))
         self.requests = Requests()
         self.limit = self.batch_size  # most samples of a step for these workers
@@ -317,7 +315,8 @@ class Step:
 
     def rule(self, state: State) -> Rule:
         """How summed gradients become new parameters."""
-        return Rule(self.optimizer, self.advance if state.model_state is not None else None, self.ema_decay)
+        advance = self.advance if state.model_state is not None else None
+        return Rule(self.optimizer, advance, self.ema_decay, undo=self.nonfinite.policy == "skip")
 
     def local_phases(self, state: AnyState, batch: Any, counts_W: Sequence[int]) -> Callable[[], np.ndarray]:
         """For measurements: the local phases alone, with no sum after them and nothing learned.
@@ -465,16 +464,7 @@ class Step:
 
     def check_finite(self, record: Record) -> None:
         """Raise `NonFiniteError`, or warn, for a step whose update was left out."""
-        if not record.nonfinite:
-            return
-        who = ", ".join(map(str, record.nonfinite))
-        who += f" of node {jax.process_index()}" if self.sync.by_node else ""
-        what = f"Step {record.step}: the loss or gradient of worker {who} was NaN or infinite; its update was left out"
-        if self.on_nonfinite == "stop":
-            raise NonFiniteError(
-                f"{what}. Lower the learning rate, look at the data, or go on with on_nonfinite='skip'."
-            )
-        log.warning("%s.", what)
+        self.nonfinite.check(record, f" of node {jax.process_index()}" if self.sync.by_node else "")
 
     def _check_alike(self, state: State) -> None:
         """Processes that start unlike would go on unlike, each sure of its own."""
@@ -491,7 +481,7 @@ class Step:
             state_of_the_optimizer=digest(state.opt_state) if one_set else None,
             moving_average=[self.ema_decay, digest(state.ema) if one_set else None],
             quantum=self.quantum,
-            on_nonfinite=self.on_nonfinite,
+            on_nonfinite=[self.nonfinite.policy, self.nonfinite.max_skips],
         )
 
 

@@ -33,11 +33,11 @@ from hetjax.run.engines import EngineSpec
 from hetjax.run.model_state import probe_indices
 from hetjax.run.optimizer import check_params
 from hetjax.run.update import State
-from hetjax.step import NonFiniteError, Step
+from hetjax.step import Step
 from hetjax.sync import Sync
 from hetjax.sync.job import Job
 
-__all__ = ["Hook", "NonFiniteError", "Trainer"]
+__all__ = ["Hook", "Trainer"]
 
 Tree = Any
 
@@ -58,7 +58,8 @@ class Trainer:
         capacity: most samples of a worker in a step; one number, or one per worker.
         quantum: counts are multiples of it. Default: that of the model (the group size of BatchNorm), or 1.
         seed: which order the samples come in, and with a sample's position its random key.
-        **options: of `hetjax.Step`: transport, devices, speeds, eval_fn, advance, ema_decay, on_nonfinite, wait_limit.
+        **options: of `hetjax.Step`: transport, devices, speeds, eval_fn, advance, ema_decay, on_nonfinite,
+            max_skips, wait_limit.
 
     Raises:
         ValueError: if an option is out of range, or options do not go together.

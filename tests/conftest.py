@@ -1,4 +1,4 @@
-"""Eight fake CPU devices for all tests, and quick compiles; must be said before JAX's first use."""
+"""Eight fake CPU devices for all tests, quick compiles and a store of them; must be said before JAX's first use."""
 
 import gc
 import os
@@ -16,8 +16,26 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from hetjax.launch.variables import PROGRAMS  # noqa: E402
+
+_STORE_LIMIT = 2**28  # bytes of compiled programs that are kept for the next tests
+
 hypothesis.settings.register_profile("hetjax", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("hetjax")
+
+
+def pytest_configure(config):
+    """Share compiled programs between workers, programs that tests start, and the next tests, in pytest's own cache."""
+    if PROGRAMS in os.environ or not hasattr(config, "cache"):
+        return
+    folder = config.cache.mkdir("programs")
+    folder.chmod(0o700)
+    os.environ[PROGRAMS] = str(folder)
+    kept = 0
+    for entry in sorted(folder.iterdir(), key=lambda entry: entry.stat().st_mtime, reverse=True):
+        kept += entry.stat().st_size
+        if kept > _STORE_LIMIT:
+            entry.unlink()
 
 
 @pytest.fixture(autouse=True, scope="module")

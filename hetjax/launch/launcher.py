@@ -161,6 +161,7 @@ class _Run:
             variables.PROCESSES: str(len(members)),
             variables.PROCESS: str(process),
             variables.HEARTBEAT: str(folder),
+            variables.PROGRAMS: os.environ.get(variables.PROGRAMS) or str(self.folder / "programs"),
             "PYTHONUNBUFFERED": "1",
         }
         if lost := sorted(set(range(self.options.processes)) - set(members)):

@@ -20,13 +20,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hetjax.run.finite import NONFINITE, nonfinite_level
+
 Tree = Any
 
 Parts = tuple[jax.Array, ...]
 _LARGE = 2**14  # elements: below, a copy costs less than handling one more array
 
-SLOTS = ("time_us", "rows", "checksum", "stop", "save", "left", "nonfinite")  # the host writes all but the last
-HOST_SLOTS = len(SLOTS) - 1
+SLOTS = ("time_us", "rows", "checksum", "stop", "save", "left", "nonfinite_level", "bad_update")
+HOST_SLOTS = SLOTS.index("nonfinite_level")  # those before are written by the host
 MANY = 2  # batches that a process has left: 0, 1, or more than that
 
 
@@ -83,13 +85,9 @@ class Layout:
         return (*large, jnp.concatenate(small + rest))
 
     def outgoing(self, parts: Parts, slots: jax.Array, worker: jax.Array | int, workers: int) -> Parts:
-        """A worker's parts as they enter the sum: with its own slots among zeros. `slots` are those the host wrote.
-
-        Finite means that the sum of squares is: a dot product is the fastest way through the gradients, and one that
-        overflows (a norm above 1e19 in float32) is beyond use as well.
-        """
-        finite = jnp.isfinite(sum(jnp.dot(part, part) for part in parts))
-        own = jnp.concatenate([slots, 1 - finite[None].astype(slots.dtype)]).astype(self.dtype)
+        """A worker's parts as they enter the sum: with its own slots among zeros. `slots` are those the host wrote."""
+        own = jnp.zeros(len(SLOTS), self.dtype).at[:HOST_SLOTS].set(slots.astype(self.dtype))
+        own = own.at[SLOTS.index("nonfinite_level")].set(nonfinite_level(parts).astype(self.dtype))
         table = jnp.zeros((workers, len(SLOTS)), self.dtype).at[worker].set(own)
         return (*parts[:-1], jnp.concatenate([parts[-1], table.ravel()]))
 
@@ -126,6 +124,22 @@ class Layout:
         return parts[-1][self.sizes[-1] - 3 - len(self.metrics) :]
 
 
+def _table(tail: Any, workers: int) -> Any:
+    """The slots [workers, slots] at the end of a summed vector."""
+    return tail[-workers * len(SLOTS) :].reshape(workers, len(SLOTS))
+
+
+def level_of_all(tail: jax.Array, workers: int) -> jax.Array:
+    """The levels of all workers' sums together: NONFINITE or more if those of one were not finite."""
+    return jnp.sum(_table(tail, workers)[:, SLOTS.index("nonfinite_level")])
+
+
+def with_bad_update(tail: jax.Array, workers: int, bad: jax.Array) -> jax.Array:
+    """The tail with word of the update, which came after the sum; `bad`: one for all workers, or one each."""
+    table = _table(tail, workers).at[:, SLOTS.index("bad_update")].set(bad.astype(tail.dtype))
+    return jnp.concatenate([tail[: -table.size], table.ravel()])
+
+
 @dataclass(frozen=True)
 class Report:
     """The host's view of a finished step, read from the tail of the summed vector. The same on every process."""
@@ -140,7 +154,8 @@ class Report:
     stop: bool  # somebody asked for the end
     save: bool  # somebody asked for a checkpoint of the state after this step
     left_W: np.ndarray  # further batches that each worker's process has: 0, 1, or MANY for more
-    nonfinite_W: np.ndarray
+    nonfinite_W: np.ndarray  # whose loss or gradient was NaN or infinite
+    bad_update_W: np.ndarray  # where that was fine, but the update made of it was not
 
     @property
     def loss(self) -> float:
@@ -150,9 +165,14 @@ class Report:
     def metrics(self) -> dict[str, float]:
         return {name: value / self.weight if self.weight else math.nan for name, value in self.metric_sums.items()}
 
+    @property
+    def left_out(self) -> bool:
+        """Whether nothing came of this step because something was NaN or infinite."""
+        return bool(self.nonfinite_W.any() or self.bad_update_W.any())
+
     @classmethod
     def read(cls, layout: Layout, tail: np.ndarray, workers: int) -> Report:
-        scalars, slots = tail[: -workers * len(SLOTS)], tail[-workers * len(SLOTS) :].reshape(workers, len(SLOTS))
+        scalars, slots = tail[: -workers * len(SLOTS)], _table(tail, workers)
         slot = {name: np.asarray(slots[:, i], np.float64) for i, name in enumerate(SLOTS)}
         return cls(
             loss_sum=float(scalars[0]),
@@ -165,5 +185,6 @@ class Report:
             stop=bool(slot["stop"].any()),
             save=bool(slot["save"].any()),
             left_W=slot["left"].astype(np.int64),
-            nonfinite_W=slot["nonfinite"] > 0,
+            nonfinite_W=slot["nonfinite_level"] >= NONFINITE,
+            bad_update_W=slot["bad_update"] > 0,
         )

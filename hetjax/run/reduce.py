@@ -21,11 +21,12 @@ from jax.sharding import PartitionSpec as P
 from jax.sharding import SingleDeviceSharding
 
 from hetjax.plan.sampler import PlannedStep
+from hetjax.run.compile_once import compile_for, compile_over
 from hetjax.run.compiles import expected
 from hetjax.run.engines.protocol import Replicas
-from hetjax.run.layout import HOST_SLOTS, MANY, SLOTS, Layout, Parts, Report
+from hetjax.run.layout import HOST_SLOTS, MANY, Layout, Parts, Report, level_of_all, with_bad_update
 from hetjax.run.sum_parts import sum_parts
-from hetjax.run.update import Finish, State
+from hetjax.run.update import State, Update
 from hetjax.run.workers import AXIS, Workers
 
 Tree = Any
@@ -76,7 +77,7 @@ class Reduce(Protocol):
         ...
 
 
-def make_reduce(transport: str, workers: Workers, layout: Layout, finish: Finish, core: Any) -> tuple[Psum | Hub, Any]:
+def make_reduce(transport: str, workers: Workers, layout: Layout, update: Update, core: Any) -> tuple[Psum | Hub, Any]:
     """The reduce of a transport, and `core` on the devices in buffers of its own.
 
     Args:
@@ -91,22 +92,20 @@ def make_reduce(transport: str, workers: Workers, layout: Layout, finish: Finish
                 "runs no single program over unlike devices. Use transport='hub' (or 'auto')."
             )
         placed = _private_copy(workers.replicate(core))
-        return Psum(workers, layout, finish, placed), placed
+        return Psum(workers, layout, update, placed), placed
     if transport == "hub":
         if workers.several_processes:
             raise ValueError("The hub transport works within one process. With several processes use transport='psum'.")
         placed = _private_copy(jax.device_put(core, SingleDeviceSharding(workers.devices[0])))
-        return Hub(workers, layout, finish, placed), placed
+        return Hub(workers, layout, update, placed), placed
     raise ValueError(f"Unknown transport {transport!r}: use 'auto', 'psum' or 'hub'.")
 
 
-def apply_where_finite(layout: Layout, finish: Finish, core: Any, total: Parts, workers: int) -> tuple[Any, jax.Array]:
+def apply_where_finite(layout: Layout, update: Update, core: Any, total: Parts, workers: int) -> tuple[Any, jax.Array]:
     """Apply the step if all sums are finite and there is any weight; decided on the device, alike on all workers."""
-    tail = layout.tail(total)
-    slots = tail[-workers * len(SLOTS) :].reshape(workers, len(SLOTS))
-    finite = jnp.all(slots[:, SLOTS.index("nonfinite")] == 0)
-    sums = layout.unpack(total)
-    return jax.lax.cond(finite & (sums.weight > 0), finish, lambda core, sums: core, core, sums), tail
+    tail, sums = layout.tail(total), layout.unpack(total)
+    core, bad = update(core, sums, sums.weight, level_of_all(tail, workers))
+    return core, with_bad_update(tail, workers, bad)
 
 
 def _private_copy(placed: Tree) -> Tree:
@@ -118,8 +117,8 @@ def _private_copy(placed: Tree) -> Tree:
 class Psum:
     name = "psum"
 
-    def __init__(self, workers: Workers, layout: Layout, finish: Finish, core: Any):
-        self.workers, self.layout, self.finish = workers, layout, finish
+    def __init__(self, workers: Workers, layout: Layout, update: Update, core: Any):
+        self.workers, self.layout, self.update = workers, layout, update
         self._core = _shapes(core)
         self._run = self._compile(HOST_SLOTS)
         self._run_weighted: Any = None  # only a few published laws need it: compiled when one does
@@ -130,7 +129,7 @@ class Psum:
         if len(slots) > HOST_SLOTS:
             parts = self.layout.weighted(parts, slots[HOST_SLOTS])
         own = self.layout.outgoing(parts, slots[:HOST_SLOTS], jax.lax.axis_index(AXIS), count)
-        return apply_where_finite(self.layout, self.finish, core, sum_parts(own, self.workers), count)
+        return apply_where_finite(self.layout, self.update, core, sum_parts(own, self.workers), count)
 
     def _compile(self, slots: int) -> Any:
         program = jax.shard_map(
@@ -144,7 +143,7 @@ class Psum:
         parts = tuple(wide(size, self.layout.dtype, self.workers.sharded) for size in self.layout.sizes)
         said = wide(slots, np.float32, self.workers.replicated)
         with expected():
-            return jax.jit(program, donate_argnums=0).lower(self._core, parts, said).compile()
+            return compile_over(program, (self._core, parts, said), self.workers.devices, donate=self.update.donate)
 
     def __call__(
         self, core: Any, parts_w: Sequence[Parts], slots_w: Sequence[list[float]], step: PlannedStep
@@ -176,8 +175,8 @@ class Psum:
 class Hub:
     name = "hub"
 
-    def __init__(self, workers: Workers, layout: Layout, finish: Finish, core: Any):
-        self.workers, self.layout, self.finish = workers, layout, finish
+    def __init__(self, workers: Workers, layout: Layout, update: Update, core: Any):
+        self.workers, self.layout, self.update = workers, layout, update
         self.lead = workers.devices[0]
         self._run = self._compile(_shapes(core))
 
@@ -187,7 +186,7 @@ class Hub:
             own = self.layout.weighted(tuple(part[0] for part in parts), weight_W[i])
             sent.append(self.layout.outgoing(own, slots_WxH[i], i, len(parts_W)))
         total = functools.reduce(partial(jax.tree.map, jnp.add), sent)  # in worker order
-        return apply_where_finite(self.layout, self.finish, core, total, len(parts_W))
+        return apply_where_finite(self.layout, self.update, core, total, len(parts_W))
 
     def _compile(self, core: Any) -> Any:
         here, count = SingleDeviceSharding(self.lead), len(self.workers)
@@ -195,7 +194,7 @@ class Hub:
         parts = tuple(jax.ShapeDtypeStruct((1, n), self.layout.dtype, sharding=here) for n in self.layout.sizes)
         arguments = core, [parts] * count, shape(count, HOST_SLOTS), shape(count)
         with expected():
-            return jax.jit(self._on_lead, donate_argnums=0).lower(*arguments).compile()
+            return compile_for(self._on_lead, arguments, [self.lead], donate=self.update.donate)[0]
 
     def __call__(
         self, core: Any, parts_w: Sequence[Parts], slots_w: Sequence[list[float]], step: PlannedStep

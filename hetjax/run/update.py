@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from hetjax.run.finite import NONFINITE, all_finite
 from hetjax.run.layout import Sums
 from hetjax.run.optimizer import has_gradient, trainable, with_trained
 
 Tree = Any
 Core = tuple[Tree, Tree, Tree, Tree]  # params, model_state, opt_state, ema: what the devices hold
-Finish = Callable[[Any, Sums], Any]  # (core, sums of the step) -> core
+Finish = Callable[[Any, Any], Any]  # (core, sums of the step) -> core
 
 
 @jax.tree_util.register_dataclass
@@ -69,8 +70,8 @@ def optimiser_step(
 ) -> Finish:
     """g = (sum over workers of the sum of per-example gradients) / (sum of weights), then any optax update.
 
-    Clipping belongs into the optimiser: here it sees the whole batch's gradient. The reduce applies it only where all
-    sums are finite. An optimizer that takes the loss (`value`, as reduce_on_plateau does) is given that of the step.
+    Clipping belongs into the optimiser: here it sees the whole batch's gradient. An optimizer that takes the loss
+    (`value`, as reduce_on_plateau does) is given that of the step.
     """
     update = optax.with_extra_args_support(optimizer).update
 
@@ -93,6 +94,56 @@ def optimiser_step(
     return finish
 
 
-def unchanged(core: Any, sums: Sums) -> Any:
-    """Evaluation: the sums are the result."""
-    return core
+@dataclass(frozen=True)
+class Update:
+    """Moves the core on where the sums are finite, and says whether what came of them is.
+
+    Args:
+        finish: makes the new core; None in an evaluation, where the sums are the result.
+        undo: keep the old core where the new one is not finite. Both are held then, so nothing is donated. Without it
+            the update is in place, for runs that stop.
+    """
+
+    finish: Finish | None
+    undo: bool = False
+
+    @property
+    def donate(self) -> tuple[int, ...]:
+        """The arguments that a program (core, ...) -> core may overwrite."""
+        return () if self.undo else (0,)
+
+    def __call__(
+        self,
+        core: Any,
+        sums: Any,
+        weight: jax.Array,
+        level: jax.Array,
+        tell: Callable[[jax.Array], jax.Array] = lambda bad: bad,
+    ) -> tuple[Any, jax.Array]:
+        """Move on by sums of this weight and of this `nonfinite_level`.
+
+        Returns:
+            The core, and whether its update was bad: what `tell` makes of that, where workers update on their own.
+        """
+        if self.finish is None:
+            return core, jnp.bool_(False)
+        allowed = (level < NONFINITE) & (weight > 0)
+        if not self.undo:
+            core = jax.lax.cond(allowed, self.finish, lambda core, _: core, core, sums)
+            # NaN in the optimizer's state reaches the parameters, but the infinite square of a large gradient does not:
+            # a parameter divided by it just never moves again.
+            state_finite = jax.lax.cond(level > 0, _state_finite, lambda _: jnp.bool_(True), core)
+            return core, tell(allowed & ~(all_finite(core[:2]) & state_finite))
+        new = self.finish(core, sums)
+        bad = tell(allowed & ~(all_finite(new[:2]) & _state_finite(new)))
+        # A loop of one turn or none: `cond` would copy the core in either case.
+        back = lambda _: (jnp.bool_(False), core)
+        return jax.lax.while_loop(lambda turn: turn[0], back, (~allowed | jnp.any(bad), new))[1], bad
+
+
+def _state_finite(core: Core) -> jax.Array:
+    """Of the optimizer's state. Its scalars do not count: some, such as the best loss so far, start infinite."""
+    return all_finite([x for x in jax.tree.leaves(core[2]) if jnp.ndim(x)])
+
+
+unchanged = Update(None)

@@ -17,4 +17,4 @@ class AllReduce(Sync):
 
     def open(self, setting: Setting, state: State) -> tuple[Reduce, Any]:
         core = average(state).core  # of a run that kept several sets until now
-        return make_reduce(setting.transport, setting.workers, setting.layout, setting.rule.finish(), core)
+        return make_reduce(setting.transport, setting.workers, setting.layout, setting.rule.update(), core)

@@ -3,8 +3,8 @@
     g = grad F_i(x_i);   y = sum_j W_ij x_j  if k % F == 0 else x_i;   x_i <- y + update(g);   answer: mean of the x_i
 
 D-PSGD (Lian et al., arXiv 1705.09056) with mixing every F steps, as RCD-SGD trains (arXiv 2211.00839); with a budget
-MATCHA (arXiv 1905.09435) draws which links are used. Parameters move between neighbours only. One small sum over all
-workers stays in every step: loss, metrics and timings, which the plans need.
+MATCHA (arXiv 1905.09435) draws which links are used. Parameters move between neighbours only. Two small sums over all
+workers stay in every step: loss, metrics and timings, which the plans need, and whether all updates were finite.
 
 Under a doubly stochastic W the mean of the x_i follows the plain mean of what the workers add, so a worker's share of
 the batch has to be in its gradient: its mean gradient is taken N b_i / B times. `faithful` keeps the plain means of the
@@ -30,13 +30,14 @@ from hetjax.plan.matcha import matcha
 from hetjax.plan.mixing import Mixing, topology
 from hetjax.plan.sampler import PlannedStep
 from hetjax.run.agree import gather
+from hetjax.run.compile_once import compile_over
 from hetjax.run.compiles import expected
 from hetjax.run.engines.protocol import Replicas
-from hetjax.run.layout import HOST_SLOTS, SLOTS, Parts, Report, Sums
+from hetjax.run.layout import HOST_SLOTS, Parts, Report, Sums, level_of_all, with_bad_update
 from hetjax.run.members import kept_entries
 from hetjax.run.reduce import Reduce
 from hetjax.run.sum_parts import sum_parts
-from hetjax.run.update import State
+from hetjax.run.update import State, Update
 from hetjax.run.workers import AXIS
 from hetjax.sync.protocol import Setting, Sync
 from hetjax.sync.replicas import average, spread
@@ -107,7 +108,8 @@ class Neighbours:
 
     def __init__(self, setting: Setting, core: Tree, mixing: Mixing, every: int, faithful: bool):
         self.workers, self.layout, self.seed = setting.workers, setting.layout, setting.seed
-        self.finish, self.mixing, self.every, self.faithful = setting.rule.finish(), mixing, every, faithful
+        self.mixing, self.every, self.faithful = mixing, every, faithful
+        self.finish, self.update = setting.rule.finish(), Update(self._moved, setting.rule.undo)
         always = every == 1 and mixing.chance_R is None
         self.mix = self._compile(core, mixes=True)
         self.stay = self.mix if always else self._compile(core, mixes=False)
@@ -124,7 +126,7 @@ class Neighbours:
         parts = tuple(wide(size, self.layout.dtype) for size in self.layout.sizes)
         said = wide(HOST_SLOTS + 1 + len(self.mixing.rounds), np.float32)
         with expected():
-            return jax.jit(program, donate_argnums=0).lower(core, parts, said).compile()
+            return compile_over(program, (core, parts, said), self.workers.devices, donate=self.update.donate)
 
     # -- on a worker --
 
@@ -134,22 +136,28 @@ class Neighbours:
         layout, count = self.layout, len(self.workers)
         sent = layout.outgoing(parts, slots, jax.lax.axis_index(AXIS), count)
         (tail,) = sum_parts((layout.tail(sent),), self.workers)
-        finite = jnp.all(tail[-count * len(SLOTS) :].reshape(count, -1)[:, SLOTS.index("nonfinite")] == 0)
         params = self._mixed(core[0], active_R) if mixes else core[0]
         total = tail[1]  # the weight of all samples, behind the loss
-        moved = jax.lax.cond(
-            finite & (total > 0),
-            self._moved,
-            lambda core, *_: core,
-            core, params, layout.unpack(parts), weight.astype(layout.dtype), total, tail[0] / total,
-        )  # fmt: skip
-        return jax.tree.map(lambda x: x[None], moved), tail
+        moved, bad_W = self.update(
+            core,
+            (params, layout.unpack(parts), weight.astype(layout.dtype), total, tail[0] / total),
+            total,
+            level_of_all(tail, count),
+            tell=self._told,
+        )
+        return jax.tree.map(lambda x: x[None], moved), with_bad_update(tail, count, bad_W)
 
-    def _moved(self, core: Tree, params: Tree, own: Sums, weight: jax.Array, total: jax.Array, loss: jax.Array) -> Tree:
+    def _told(self, bad: jax.Array) -> jax.Array:
+        """Whether each worker's update was bad: all have to know, for nobody moves then."""
+        own_W = jnp.zeros(len(self.workers), self.layout.dtype).at[jax.lax.axis_index(AXIS)].set(bad)
+        return sum_parts((own_W,), self.workers)[0] > 0
+
+    def _moved(self, core: Tree, given: tuple[Tree, Sums, jax.Array, jax.Array, jax.Array]) -> Tree:
         """One worker's update from its own sums. Without samples its gradient is zero: momentum and schedule go on.
 
         An optimizer that takes the loss is given the mean over all workers, `loss`.
         """
+        params, own, weight, total, loss = given
         some = own.weight > 0
         factor = weight if self.faithful else weight * len(self.workers)
         over = jnp.where(some, own.weight, 1) if self.faithful else total

@@ -15,7 +15,7 @@ import optax
 
 from hetjax.run.layout import Layout
 from hetjax.run.reduce import Reduce
-from hetjax.run.update import Finish, State, optimiser_step
+from hetjax.run.update import Finish, State, Update, optimiser_step
 from hetjax.run.workers import Workers
 
 if TYPE_CHECKING:
@@ -32,9 +32,13 @@ class Rule:
     optimizer: optax.GradientTransformation
     advance: Callable[[Tree, Tree], Tree] | None  # for the model state, where there is one
     ema_decay: float | None
+    undo: bool = False  # an update that is not finite
 
     def finish(self) -> Finish:
         return optimiser_step(self.optimizer, self.advance, self.ema_decay)
+
+    def update(self) -> Update:
+        return Update(self.finish(), self.undo)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -14,6 +15,7 @@ import train_setup
 
 from hetjax import watch
 from hetjax.launch.meeting_point import free_port
+from hetjax.launch.variables import PROGRAMS
 from hetjax.run import agree, distributed
 from hetjax.run.agree import Disagreement
 from hetjax.watch import read_run
@@ -171,6 +173,19 @@ def test_a_coordinator_that_is_not_there(tmp_path, monkeypatch, capsys):
     waits, error = capsys.readouterr().err.splitlines()
     assert waits == f"Process 1 waits for process 0 at {address}, for at most 0.5 s."
     assert f"The coordinator {address} cannot be reached" in error
+
+
+@pytest.mark.slow
+def test_with_a_warm_cache_of_jax_it_trains_all_the_same(tmp_path, monkeypatch):
+    """Programs out of it cannot be serialized: each strategy has to compile its own for each device."""
+    monkeypatch.delenv(PROGRAMS, raising=False)
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "jax"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    for out in ("cold", "warm"):
+        command = [sys.executable, train.__file__, *TINY, "--steps", "6", "--out", str(tmp_path / out)]
+        told = subprocess.run(command, env={**os.environ, **cache}, capture_output=True, text=True, timeout=150)
+        assert told.returncode == 0, told.stderr
+    cold, warm = (read_run(tmp_path / out / "balanced").loss_S for out in ("cold", "warm"))
+    np.testing.assert_allclose(warm, cold, rtol=1e-5)
 
 
 def test_processes_with_other_flags_are_told(tmp_path, monkeypatch, capsys):

@@ -6,9 +6,12 @@ import re
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 from launching import BEAT, until
+
+from hetjax.launch.variables import PROGRAMS
 
 WAIT = "open(f'ready-{me}', 'w').close(); time.sleep(100)"
 
@@ -204,6 +207,19 @@ def test_where_resume_was_added_it_is_said_since_when_the_run_is_new(place):
     program = place.program("print(float(os.environ.get('HETJAX_STARTED', 0)) > time.time() - 60)\n" + FAILS_ONCE)
     assert "[0] True" in place.run("--restart", "--", program)[1]
     assert "[0] True" not in place.run("--restart", "--", program, "--resume")[1]
+
+
+def test_a_restart_finds_the_compiled_programs_in_a_folder_that_goes_with_the_launcher(place, monkeypatch):
+    monkeypatch.delenv(PROGRAMS, raising=False)
+    code, lines, _ = place.run("--restart", "--", place.program(f"print(os.environ[{PROGRAMS!r}])\n{FAILS_ONCE}"))
+    assert code == 0
+    (folder,) = {line[4:] for line in lines if "programs" in line}
+    assert place.temporary in Path(folder).parents  # of which nothing is left
+
+
+def test_a_folder_of_compiled_programs_can_be_given(place, monkeypatch):
+    monkeypatch.setenv(PROGRAMS, "/mine")
+    assert "[1] /mine" in place.run("--", place.program(f"print(os.environ[{PROGRAMS!r}])"))[1]
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from hetjax.run.engines import Chunked, Looped, Masked, Program
 from hetjax.run.layout import Layout
 from hetjax.run.local import layout_of, train_sums
 from hetjax.run.reduce import make_reduce, own_slots
+from hetjax.run.update import Update
 from hetjax.run.workers import Workers
 from hetjax.trainer import Trainer
 
@@ -85,7 +86,7 @@ def bench(model: str, engine: str, workers: int) -> Iterator[Bench]:
     core = (made.params, None, jax.tree.map(jnp.zeros_like, made.params))
     finishes = {"": _keep_gradient, " momentum": _momentum}
     reduces = {
-        f"{t}{name}": Holder(make_reduce(t, devices, layout, finish, core))
+        f"{t}{name}": Holder(make_reduce(t, devices, layout, Update(finish), core))
         for t in ("psum", "hub")
         for name, finish in finishes.items()
     }
@@ -253,7 +254,7 @@ def check_mutant(made, monkeypatch):
     mutant = Bench(
         made.engine,
         made.clocks,
-        {"psum": Holder(make_reduce("psum", workers, made.layout, sums_only, core))},
+        {"psum": Holder(make_reduce("psum", workers, made.layout, Update(sums_only), core))},
         made.layout,
         made.problem,
     )
@@ -261,7 +262,7 @@ def check_mutant(made, monkeypatch):
     honest = Bench(
         made.engine,
         made.clocks,
-        {"psum": Holder(make_reduce("psum", workers, made.layout, sums_only, core))},
+        {"psum": Holder(make_reduce("psum", workers, made.layout, Update(sums_only), core))},
         made.layout,
         made.problem,
     )

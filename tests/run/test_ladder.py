@@ -1,19 +1,17 @@
-"""The ladder: one compile per kind, rungs that do not fit are dropped, more rungs join when they pay."""
+"""The ladder: rungs that do not fit are dropped, more rungs join when they pay."""
 
 import logging
 import threading
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from problems import problem
 
 from hetjax.data.rows import Rows
 from hetjax.plan.sampler import Span
-from hetjax.run import compile_once, memory
+from hetjax.run import memory
 from hetjax.run.clocks import Clocks
-from hetjax.run.compile_once import compile_for
 from hetjax.run.contract import Objective
 from hetjax.run.engines import ChunkedEngine, Program
 from hetjax.run.ladder import Ladder
@@ -33,59 +31,6 @@ def chunked(workers=2, **options):
     clocks = Clocks(devices)
     options = {"capacity_W": np.full(workers, 64), **options}
     return ChunkedEngine(program_for(problem("mlp")), devices, clocks, **options)
-
-
-@pytest.fixture
-def backend_compiles(monkeypatch):
-    """How many programs were really compiled."""
-    calls = []
-    plain = compile_once._compile
-    monkeypatch.setattr(compile_once, "_compile", lambda *args: calls.append(args[2]) or plain(*args))
-    return calls
-
-
-def test_one_compile_serves_all_devices_of_a_kind(backend_compiles):
-    devices = jax.devices()[2:8]
-    spec = jax.ShapeDtypeStruct((3,), np.float32)
-    programs = compile_for(lambda acc, x: acc + 2 * x, (spec, spec), devices, donate=(0,))
-    assert backend_compiles == [devices[0]]
-    for device, program in zip(devices, programs, strict=True):
-        acc = jax.device_put(jnp.ones(3), device)
-        out = program(acc, np.full(3, device.id, np.float32))
-        assert out.devices() == {device}
-        assert acc.is_deleted()
-        np.testing.assert_array_equal(out, 1 + 2 * device.id)
-
-
-def test_where_sharing_fails_each_device_compiles_for_itself(backend_compiles, monkeypatch):
-    monkeypatch.setattr(compile_once._Shared, "load", lambda self, device: 1 / 0)
-    programs = compile_for(lambda x: x + 1, (jax.ShapeDtypeStruct((), np.float32),), jax.devices()[:3])
-    assert len(backend_compiles) == 3
-    assert [program(np.float32(1)).item() for program in programs] == [2, 2, 2]
-
-
-def test_with_a_persistent_cache_programs_still_run(tmp_path):
-    """A program out of the cache cannot be serialised again; sharing it would fail only when it runs."""
-    settings = {
-        "jax_compilation_cache_dir": str(tmp_path),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    jax._src.compilation_cache.reset_cache()
-    try:
-        for _ in range(2):
-            fn = lambda x: jnp.tanh(jnp.sin(x) @ jnp.cos(x)).sum() + jax.random.normal(jax.random.key(3)) * x[0, 0]
-            programs = compile_for(fn, (jax.ShapeDtypeStruct((7, 7), np.float32),), jax.devices()[:3])
-            answers = [float(program(np.full((7, 7), 0.1, np.float32))) for program in programs]
-            assert answers[0] == answers[1] == answers[2]
-            jax.clear_caches()
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
-        jax._src.compilation_cache.reset_cache()
 
 
 def test_rungs_that_need_more_memory_than_there_is_are_left_out(monkeypatch, caplog):

@@ -13,19 +13,51 @@ import quick_compiles
 from several_program import STEPS, runs
 from tiny_problem import BATCH, SAMPLES
 
+from hetjax.launch.variables import PROGRAMS
+
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 
 
-def launch(processes, *arguments):
+COUNTS_COMPILES = """
+import os, sys
+from pathlib import Path
+from tiny_problem import trainer_for
+from hetjax.run.distributed import initialise, leave
+from hetjax.run.program_store import ProgramStore
+
+stored, write = [], ProgramStore.write
+ProgramStore.write = lambda self, key, content: stored.append(key) or write(self, key, content)
+place, again = initialise(wait_limit=60), "HETJAX_RESTART" in os.environ
+trainer, source, state = trainer_for(None)
+with trainer:
+    state, _ = trainer.fit(state, source, steps=3)
+    trainer.evaluate(state, source)
+Path(sys.argv[1], f"{place.process}-{again}").write_text(str(len(stored)))
+leave(0 if again else 1, together=True)
+"""
+
+
+def launch(processes, *arguments, flags=(), program="several_program.py"):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)])}
     environment["XLA_FLAGS"] = quick_compiles.FLAGS  # without the tests' own eight devices
-    program = [str(HERE / "several_program.py"), *map(str, arguments)]
+    command = [*flags, "--processes", processes, "--", HERE / program, *arguments]
     return subprocess.run(
-        [sys.executable, "-m", "hetjax", "launch", "--processes", str(processes), "--", *program],
+        [sys.executable, "-m", "hetjax", "launch", *map(str, command)],
         env=environment, capture_output=True, text=True, timeout=150,
     )  # fmt: skip
+
+
+def test_after_a_restart_no_process_compiles_anything_again(tmp_path, monkeypatch):
+    """Of what `compile_once` compiles: chunks, and the programs over all workers."""
+    monkeypatch.delenv(PROGRAMS, raising=False)
+    (tmp_path / "program.py").write_text(COUNTS_COMPILES)
+    told = launch(2, tmp_path, flags=["--restart", 1, "--resume-flag="], program=tmp_path / "program.py")
+    assert told.returncode == 0, told.stderr + told.stdout
+    first, again = ([int((tmp_path / f"{k}-{again}").read_text()) for k in range(2)] for again in (False, True))
+    assert sum(first) >= 6
+    assert again == [0, 0]
 
 
 @pytest.mark.parametrize(("processes", "per_process"), [(2, 2), (3, 1)])

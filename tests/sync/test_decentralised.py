@@ -216,14 +216,14 @@ def test_only_neighbours_exchange_parameters_and_only_in_mixing_steps():
     assert sum(n for name, n in mixing if name == "collective-permute") == 2 * size
     assert {name for name, _ in mixing} == {"collective-permute", "all-reduce"}
     assert sum(n for name, n in mixing if name == "all-reduce") < few
-    assert [name for name, _ in still] == ["all-reduce"]
-    assert still[0][1] < few
+    assert {name for name, _ in still} == {"all-reduce"}
+    assert sum(n for _, n in still) < few
     everybody, _ = opened(Decentralised("complete"), 8, params, optax.sgd(0.1))
     assert {name for name, _ in collectives(everybody.mix)} == {"all-reduce"}
     assert sum(n for _, n in collectives(everybody.mix)) >= size
     drawn, _ = opened(Decentralised("ring", matcha_budget=0.5), 8, params, optax.sgd(0.1))
     assert "conditional" in drawn.mix.as_text()
-    assert [name for name, _ in collectives(drawn.stay)] == ["all-reduce"]
+    assert {name for name, _ in collectives(drawn.stay)} == {"all-reduce"}
 
 
 def test_a_worker_without_samples_only_mixes():

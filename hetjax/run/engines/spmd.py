@@ -27,6 +27,7 @@ from hetjax.data.rows import Rows
 from hetjax.plan.limits import Limits
 from hetjax.plan.sampler import Span
 from hetjax.run.clocks import Clocks, Lap
+from hetjax.run.compile_once import compile_over
 from hetjax.run.compiles import expected
 from hetjax.run.contract import COUNT, POSITION, control
 from hetjax.run.engines.protocol import Program, Replicas
@@ -64,8 +65,7 @@ class Spmd:
             stacked = lambda x: jax.ShapeDtypeStruct((len(workers), *x.shape[1:]), x.dtype)
             params = put(jax.tree.map(stacked, params), workers.sharded)
         with expected():
-            lowered = jax.jit(body).lower(*params, *put(wide, workers.sharded))
-            self._run = lowered.compile()
+            self._run = compile_over(body, (*params, *put(wide, workers.sharded)), workers.devices)
 
     def _on_worker(self, params: Tree, model_state: Tree, rows_1: Tree, ctl_1: jax.Array) -> Parts:
         rows, ctl = jax.tree.map(lambda x: x[0], (rows_1, ctl_1))

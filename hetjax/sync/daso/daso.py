@@ -120,9 +120,9 @@ class Daso(Sync):
         if self.sharing is not None:
             self.sharing.limit(gather(setting.capacity), setting.batch)
         self._set_schedule(setting, state)
-        finish = setting.rule.finish()
+        update = setting.rule.update()
         core_n = [Node.place(self._core(state, j), own) for j, own in zip(places.mine, places.workers, strict=True)]
-        nodes = [Node(own, setting.layout, finish, core) for own, core in zip(places.workers, core_n, strict=True)]
+        nodes = [Node(own, setting.layout, update, core) for own, core in zip(places.workers, core_n, strict=True)]
         self.reduce = Nodes(
             setting.workers,
             setting.layout,

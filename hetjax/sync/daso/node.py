@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from hetjax.run.compile_once import compile_over
 from hetjax.run.compiles import expected
-from hetjax.run.layout import HOST_SLOTS, SLOTS, Layout, Parts
-from hetjax.run.update import Finish
+from hetjax.run.layout import HOST_SLOTS, SLOTS, Layout, Parts, level_of_all, with_bad_update
+from hetjax.run.update import Update
 from hetjax.run.workers import AXIS, Workers
 from hetjax.sync.daso.blend import Terms
 from hetjax.sync.daso.mean import Leaves
@@ -28,9 +29,9 @@ Scalars = tuple[jax.Array, jax.Array, jax.Array]
 class Node:
     """The programs of a node, compiled before the first step. What its workers hold, its core, goes in and out."""
 
-    def __init__(self, workers: Workers, layout: Layout, finish: Finish, core: Tree):
+    def __init__(self, workers: Workers, layout: Layout, update: Update, core: Tree):
         """core: as `place` made it; only its shapes matter here."""
-        self.workers, self.layout, self.finish = workers, layout, finish
+        self.workers, self.layout, self.update = workers, layout, update
         with expected():
             self._compile(core)
 
@@ -44,37 +45,38 @@ class Node:
         count, layout, params = len(self.workers), self.layout, core[0]
         held = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=self.workers.replicated)
         wide = lambda size, dtype: jax.ShapeDtypeStruct((count, size), dtype, sharding=self.workers.sharded)
+        compiled = lambda fn, *args, donate=(): compile_over(fn, args, self.workers.devices, donate)
         adding = jax.shard_map(
             self._add, mesh=self.workers.mesh, in_specs=(P(AXIS), P(AXIS)), out_specs=(P(), P()), check_vma=False
         )
         parts = tuple(wide(size, layout.dtype) for size in layout.sizes)
-        self._run_add = jax.jit(adding).lower(parts, wide(HOST_SLOTS, np.float32)).compile()
+        self._run_add = compiled(adding, parts, wide(HOST_SLOTS, np.float32))
         self._totals = totals = [held((1, size), layout.dtype) for size in (*layout.sizes[:-1], layout.sizes[-1] + 1)]
-        self._run_apply = jax.jit(self._apply, donate_argnums=0).lower(core, totals).compile()
+        tail = held((3 + len(layout.metrics) + count * len(SLOTS),), layout.dtype)
+        self._run_apply = compiled(self._apply, core, totals, tail, donate=self.update.donate)
         scalars = (held((), layout.dtype),) * 3
-        self._run_blend = (
-            jax.jit(self._blend, donate_argnums=0).lower(params, jax.tree.leaves(params), params, scalars).compile()
-        )
-        self._run_copy = jax.jit(partial(jax.tree.map, jnp.copy)).lower(params).compile()
+        self._run_blend = compiled(self._blend, params, jax.tree.leaves(params), params, scalars, donate=(0,))
+        self._run_copy = compiled(lambda params: jax.tree.map(jnp.copy, params), params)
 
     # -- on the devices --
 
     def _add(self, parts_1: Parts, slots_1xH: jax.Array) -> tuple[Leaves, jax.Array]:
-        """The node's sums, behind them how many workers were not finite; and the tail for the host."""
+        """The node's sums, behind them their `nonfinite_level`; and the tail for the host."""
         count, size = len(self.workers), self.layout.sizes[-1]
         parts = tuple(part[0] for part in parts_1)
         own = self.layout.outgoing(parts, slots_1xH[0], jax.lax.axis_index(AXIS), count)
         *large, rest = summed = jax.lax.psum(own, AXIS)
-        nonfinite = rest[size:].reshape(count, len(SLOTS))[:, SLOTS.index("nonfinite")].sum()
-        totals = [*large, jnp.concatenate([rest[:size], nonfinite[None]])]
-        return [x[None] for x in totals], self.layout.tail(summed)
+        tail = self.layout.tail(summed)
+        totals = [*large, jnp.concatenate([rest[:size], level_of_all(tail, count)[None]])]
+        return [x[None] for x in totals], tail
 
-    def _apply(self, core_1: Tree, totals_1: Leaves) -> tuple[Tree, jax.Array]:
-        """The update, where all sums are finite and there is any weight; and the scalars that it came from."""
+    def _apply(self, core_1: Tree, totals_1: Leaves, tail: jax.Array) -> tuple[Tree, jax.Array, jax.Array]:
+        """The update, where all sums are finite and there is any weight; the scalars that it came from; the tail."""
         core, totals = jax.tree.map(lambda x: x[0], (core_1, totals_1))
         sums, rest = self.layout.unpack(tuple(totals)), totals[-1]
-        moved = jax.lax.cond((rest[-1] == 0) & (sums.weight > 0), self.finish, lambda core, sums: core, core, sums)
-        return jax.tree.map(lambda x: x[None], moved), rest[-4 - len(self.layout.metrics) : -1]
+        moved, bad = self.update(core, sums, sums.weight, rest[-1])
+        tail = with_bad_update(tail, len(self.workers), bad)
+        return jax.tree.map(lambda x: x[None], moved), rest[-4 - len(self.layout.metrics) : -1], tail
 
     def _blend(self, params: Tree, mean: Leaves, sent: Tree, terms: Scalars) -> Tree:
         leaves, tree = jax.tree.flatten(params)
@@ -94,9 +96,9 @@ class Node:
         parts = tuple(self.workers.stack(part) for part in zip(*parts_w, strict=True))
         return self._run_add(parts, self.workers.from_host(list(np.asarray(slots_w, np.float32))))
 
-    def apply(self, core: Tree, totals: Leaves) -> tuple[Tree, jax.Array]:
-        """Move on by these sums, of this node or of all; and their scalars."""
-        return self._run_apply(core, [self.put(x) for x in totals])
+    def apply(self, core: Tree, totals: Leaves, tail: jax.Array) -> tuple[Tree, jax.Array, jax.Array]:
+        """Move on by these sums, of this node or of all; their scalars, and the tail with what came of it."""
+        return self._run_apply(core, [self.put(x) for x in totals], tail)
 
     def snapshot(self, core: Tree) -> Tree:
         """The parameters as they are now, in buffers that stay."""

@@ -115,7 +115,8 @@ class Nodes:
         if self._pending is not None and not self._pending.flight.done:
             self._pending.beside += 1
         added_n = [node.add(parts_w[own], slots_w[own]) for node, own in zip(self.nodes, self._slices, strict=True)]
-        totals_n, self._tails_n = [totals for totals, _ in added_n], [tail for _, tail in added_n]
+        totals_n, tails_n = [totals for totals, _ in added_n], [tail for _, tail in added_n]
+        self._tails_n = tails_n  # what goes along with an exchange of gradients
         self._told = self._reports_n = self._scalars = None
         self._asked_to_stop = self._asked_to_save = False
         last, cycling = at.end == self.samples, self.schedule.skip > 0
@@ -124,8 +125,8 @@ class Nodes:
             sums_n = [node.lead(x) for node, x in zip(self.nodes, totals_n, strict=True)]
             flight = self._start("total", sums_n, self._say())
             totals_n = [self._learn(flight).leaves] * len(self.nodes)
-        moved_n = [node.apply(*given) for node, *given in zip(self.nodes, core_n, totals_n, strict=True)]
-        core_n = [core for core, _ in moved_n]
+        moved_n = [node.apply(*given) for node, *given in zip(self.nodes, core_n, totals_n, tails_n, strict=True)]
+        core_n, self._tails_n = [core for core, *_ in moved_n], [tail for *_, tail in moved_n]
         if act.gradients:
             self._scalars = moved_n[0][1]
         core_n = self._agree(core_n, act.send, act.receive, act.block, short=self._short and not last)
@@ -248,7 +249,7 @@ class Nodes:
                 self._reports_n.append(report)
                 seconds = np.max(report.times_W[report.rows_W > 0], initial=0.0)  # NaN if one was not timed
                 notes.step(report.count, seconds if seconds > 0 else None)
-                if not report.nonfinite_W.any():
+                if not report.left_out:
                     notes.loss, notes.weight = notes.loss + report.loss_sum, notes.weight + report.weight
                 notes.stop, notes.save = max(notes.stop, report.stop), max(notes.save, report.save)
         return self._reports_n
@@ -263,7 +264,7 @@ class Nodes:
         report = Report.read(self.layout, np.concatenate([scalars, *(tail[cut:] for tail in tails)]), len(self.workers))
         if self.exchange.nodes > len(reports_n):  # what others have to follow takes effect when all know of it
             report = replace(report, stop=self._asked_to_stop, save=self._asked_to_save)
-        if report.weight or report.nonfinite_W.any():
+        if report.weight or report.left_out:
             self._loss = report
         elif self._loss is not None:  # a node that sat this step out
             seen = self._loss

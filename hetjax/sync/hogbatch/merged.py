@@ -16,6 +16,7 @@ from hetjax.plan.batch_bounds import BatchBounds
 from hetjax.plan.merge_rule import MOMENTUM, merge_weights, moved_batches
 from hetjax.plan.ranges import Range
 from hetjax.run.clocks import Lap
+from hetjax.run.compile_once import compile_for
 from hetjax.run.compiles import expected
 from hetjax.run.layout import Layout
 from hetjax.run.update import Core
@@ -79,10 +80,9 @@ class Merged:
         shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
         cores = jax.tree.map(shape, self._core)
         weights = jax.ShapeDtypeStruct((len(devices),), np.float32, sharding=place)
-        program = jax.jit(partial(merged, momentum=momentum))
         arguments = cores, [cores] * len(devices), weights, jax.tree.map(shape, self._velocity)
         with expected():
-            self._merge = program.lower(*arguments).compile()
+            self._merge = compile_for(partial(merged, momentum=momentum), arguments, [home])[0]
         self._since_W: list[list[Range]] = [[] for _ in devices]  # computed since the last merge
         self._replica_W = [self._core] * len(devices)  # each moves to its device when the worker reads it
         self._read_W = list(self._replica_W)  # on the worker's own thread

@@ -48,8 +48,8 @@ def compile_updates(layout: Layout, rule: Rule, core: Core, devices: Sequence[ja
 
     def step(core: Core, parts_1: Parts, slots: jax.Array, scale: jax.Array, rate: jax.Array) -> tuple[Core, jax.Array]:
         own = layout.outgoing(tuple(part[0] for part in parts_1), slots, 0, 1)
-        finish = replace(rule, optimizer=scaled(rule.optimizer, follows, scale, rate)).finish()
-        return apply_where_finite(layout, finish, core, own, 1)
+        update = replace(rule, optimizer=scaled(rule.optimizer, follows, scale, rate)).update()
+        return apply_where_finite(layout, update, core, own, 1)
 
     parts = tuple(jax.ShapeDtypeStruct((1, size), layout.dtype) for size in layout.sizes)
     factor = jax.ShapeDtypeStruct((), np.float32)

@@ -30,7 +30,7 @@ class Sums:
             sum_W[done.worker] += more
         self.busy_W[done.worker] += done.ended - done.began
         self.staleness[done.staleness] += 1
-        if not report.nonfinite_W.any():
+        if not report.left_out:
             self.loss, self.weight = self.loss + report.loss_sum, self.weight + report.weight
             for name, value in report.metric_sums.items():
                 self.metrics[name] += value
@@ -69,6 +69,7 @@ class Tally:
         self._part = Sums(self.workers, began, saved.get("part", {}))
         self._since_W: tuple[float | None, ...] = (None,) * self.workers  # when the tasks now out were started
         self._nonfinite: set[int] = set()
+        self._bad_update = False
         self._changes: list[str] = []
 
     def add(self, news: Finished) -> None:
@@ -77,8 +78,9 @@ class Tally:
         self.samples += done.span.count
         self.whole.add(done, report)
         self._part.add(done, report)
-        if report.nonfinite_W.any():
+        if report.left_out:
             self._nonfinite.add(done.worker)
+            self._bad_update |= bool(report.bad_update_W.any())
         if done.batch != self.batch_W[done.worker]:
             self.batch_W[done.worker] = done.batch
             self._changes.append(f"worker {done.worker} takes {done.batch}")
@@ -109,6 +111,8 @@ class Tally:
             changed=bool(self._changes),
             reason=", ".join(self._changes[-3:]),
             nonfinite=tuple(sorted(self._nonfinite)),
+            bad_update=self._bad_update,
+            left_out=bool(self._nonfinite) and not part.weight,
             save=save,
             more={
                 "updates": part.updates_W.tolist(),
@@ -117,7 +121,7 @@ class Tally:
             },
         )
         self._part = Sums(self.workers, self.now, {"busy": -under_way_W})  # which are in this record
-        self._nonfinite, self._changes = set(), []
+        self._nonfinite, self._bad_update, self._changes = set(), False, []
         return made
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,0 +1,209 @@
+"""One compile per kind of device, and per run: programs are shared between devices, and stored for other processes."""
+
+import functools
+import logging
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from hetjax.launch.variables import PROGRAMS
+from hetjax.run import compile_once, memory
+from hetjax.run.compile_once import compile_for, compile_over
+from hetjax.run.compiles import compiles
+
+VECTOR = jax.ShapeDtypeStruct((3,), np.float32)
+
+
+@pytest.fixture(autouse=True)
+def no_store(monkeypatch):
+    """None but what a test makes."""
+    monkeypatch.delenv(PROGRAMS, raising=False)
+    monkeypatch.setattr(compile_once, "_store", functools.cache(compile_once._store.__wrapped__))
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch, no_store):
+    """The directory of a new store."""
+    monkeypatch.setenv(PROGRAMS, str(tmp_path / "programs"))
+    return tmp_path / "programs"
+
+
+@pytest.fixture
+def jax_cache(tmp_path):
+    """JAX's own persistent cache, for every program."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path / "jax"),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    jax._src.compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    jax._src.compilation_cache.reset_cache()
+
+
+def scaled(acc, x):
+    return acc + 2 * x
+
+
+def made(fn=scaled, devices=None, **options):
+    """The programs of `fn` for some devices, and how many compiles they took."""
+    before = compiles()
+    programs = compile_for(fn, (VECTOR, VECTOR), devices or jax.devices()[2:5], **options)
+    return programs, compiles() - before
+
+
+def answers(programs):
+    return [np.asarray(program(np.ones(3, np.float32), np.full(3, 5, np.float32))).tolist() for program in programs]
+
+
+def test_one_compile_serves_all_devices_of_a_kind():
+    devices = jax.devices()[2:8]
+    programs, count = made(devices=devices, donate=(0,))
+    assert count == 1
+    for device, program in zip(devices, programs, strict=True):
+        acc = jax.device_put(jnp.ones(3), device)
+        out = program(acc, np.full(3, device.id, np.float32))
+        assert out.devices() == {device}
+        assert acc.is_deleted()
+        np.testing.assert_array_equal(out, 1 + 2 * device.id)
+
+
+@pytest.mark.parametrize("name", ["_load", "_serialize"])
+def test_where_sharing_fails_each_device_compiles_for_itself(name, monkeypatch):
+    monkeypatch.setattr(compile_once, name, lambda *_: 1 / 0)
+    programs, count = made()
+    assert count == 3
+    assert answers(programs) == [[11, 11, 11]] * 3
+
+
+def test_programs_run_that_come_from_the_cache_of_jax(jax_cache):
+    """A program from there cannot be serialized again: what is made of it fails when it runs, be it that the same
+    function came from disk before, and from JAX's memory now."""
+    made()
+    jax.clear_caches()
+    for _ in range(2):
+        programs, _ = made()
+        assert answers(programs) == [[11, 11, 11]] * 3
+
+
+def test_a_stored_program_is_not_compiled_again(store):
+    first, compiled = made(donate=(0,))
+    again, none = made(donate=(0,), devices=jax.devices()[5:7])
+    assert (compiled, none) == (1, 0)
+    assert answers(again) == answers(first)[:2]
+    assert memory.needed(again[0]) == memory.needed(first[0])
+    acc = jax.device_put(jnp.ones(3), jax.devices()[5])
+    assert again[0](acc, np.ones(3, np.float32)).devices() == {jax.devices()[5]}
+    assert acc.is_deleted()
+
+
+def test_a_program_over_a_mesh_is_stored_too(store):
+    devices = jax.devices()[1:4]
+    mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
+    total = lambda held, x_1: (held + jax.lax.psum(x_1[0], "data"), x_1)
+    shared = jax.shard_map(total, mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), P("data")), check_vma=False)
+    x = jax.device_put(np.arange(3, dtype=np.float32), NamedSharding(mesh, P("data")))
+    for compiled in (1, 0):
+        held = jax.device_put(jnp.float32(1), NamedSharding(mesh, P()))
+        before = compiles()
+        program = compile_over(shared, (held, x), devices, donate=(0,))
+        assert compiles() - before == compiled
+        out, same = program(held, x)
+        assert (float(out), out.sharding, same.sharding) == (4, NamedSharding(mesh, P()), x.sharding)
+        assert held.is_deleted()
+
+
+def test_arguments_that_are_not_used_make_another_program(store):
+    """Of two functions that use one of two arguments each, the text of the used part alone is the same."""
+    (first,), _ = made(lambda a, b: a * 2, devices=jax.devices()[:1])
+    (second,), _ = made(lambda a, b: b * 2, devices=jax.devices()[:1])
+    assert answers([first, second]) == [[2, 2, 2], [10, 10, 10]]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [lambda entry: entry.write_bytes(entry.read_bytes()[:-9]), lambda entry: entry.write_bytes(b"?" * 2000)],
+    ids=["truncated", "garbled"],
+)
+def test_a_damaged_entry_is_compiled_anew(store, spoil):
+    made()
+    (entry,) = store.iterdir()
+    spoil(entry)
+    programs, count = made()
+    assert (count, answers(programs)) == (1, [[11, 11, 11]] * 3)
+    assert made()[1] == 0
+
+
+def test_an_entry_that_is_no_program_is_compiled_anew(store):
+    """Whole by its digest, but from a JAX that stores other things."""
+    made()
+    (entry,) = store.iterdir()
+    compile_once._store(str(store)).write(entry.name, b"another format")
+    programs, count = made()
+    assert (count, answers(programs)) == (1, [[11, 11, 11]] * 3)
+
+
+def test_a_store_that_others_can_write_to_is_not_used(store, caplog):
+    store.mkdir(mode=0o700)
+    store.chmod(0o777)
+    with caplog.at_level(logging.WARNING, "hetjax"):
+        assert [made()[1], made()[1]] == [1, 1]
+    assert caplog.text.count("can be written by others") == 1
+    assert not list(store.iterdir())
+
+
+def test_a_callback_into_this_process_is_not_stored(store):
+    for factor in (2, 3):
+        triple = lambda a, b, factor=factor: jax.pure_callback(lambda x: np.asarray(x) * factor, a, b)
+        assert answers(made(triple)[0]) == [[5 * factor] * 3] * 3
+    assert not list(store.iterdir())
+
+
+def test_what_a_program_depends_on_is_in_its_key(store, monkeypatch):
+    made()
+    for attribute, value in (("__version__", "0.0.1"), ("_host", lambda: "another machine")):
+        owner = jax if attribute == "__version__" else compile_once
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, attribute, value)
+            assert made()[1] == 1
+    with jax.enable_x64(True):
+        assert made()[1] == 1
+    assert made(donate=(0,))[1] == 1
+    assert made(lambda a, b: a + 3 * b)[1] == 1
+    assert made()[1] == 0
+
+
+@pytest.mark.slow
+def test_another_process_finds_it_unless_its_flags_for_xla_are_others(store):
+    """By the flags as XLA has read them: those of the environment may have been changed since."""
+    made()
+    code = "import test_compile_once; print(test_compile_once.made()[1])"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    other = {
+        **environment,
+        "XLA_FLAGS": os.environ["XLA_FLAGS"].replace("optimization_level=0", "optimization_level=1"),
+    }
+    started = [
+        subprocess.Popen([sys.executable, "-c", code], env=each, stdout=subprocess.PIPE, text=True)
+        for each in (environment, other)
+    ]
+    assert [int(process.communicate(timeout=60)[0]) for process in started] == [0, 1]
+
+
+def test_with_jaxs_cache_beside_it_the_store_comes_first(store, jax_cache):
+    made()
+    jax.clear_caches()
+    programs, count = made()
+    assert (count, answers(programs)) == (0, [[11, 11, 11]] * 3)

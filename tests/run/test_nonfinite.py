@@ -1,0 +1,149 @@
+"""NaN and infinity in losses, gradients and updates: found, named, and kept out of the parameters."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from hetjax import NonFiniteError, Trainer
+from hetjax.plan.sampler import Sampler
+from hetjax.run.finite import all_finite
+from hetjax.sync import AdaptiveSgd, Asynchronous, Daso, Decentralised, Hogbatch
+
+SAMPLES, BATCH = 48, 16  # three steps an epoch
+
+
+def squares(params, batch, keys):
+    return 0.5 * (batch["x"] @ params["w"] - batch["y"]) ** 2
+
+
+def linear(params, batch, keys):
+    return -batch["y"] * (batch["x"] @ params["w"])
+
+
+def data(poison=None):
+    """Rows of which one, in the second step, has the target `poison`."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(SAMPLES, 3)).astype(np.float32)
+    y = x.sum(1)
+    if poison is not None:
+        y[Sampler(SAMPLES, BATCH, 0).indices(0, 0, SAMPLES)[20]] = poison
+    return {"x": x, "y": y}
+
+
+def fragile():
+    """A rate of 0.1, but a large gradient makes update and state NaN."""
+
+    def update(grads, state, params=None):
+        state = jax.tree.map(lambda g: jnp.where(jnp.abs(g) > 1e3, jnp.nan, g), grads)
+        return jax.tree.map(lambda g: -0.1 * g, state), state
+
+    return optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update)
+
+
+def trainer_for(optimizer=None, loss_fn=squares, **options):
+    options = {"batch_size": BATCH, "controller": "equal", "devices": jax.devices()[:2], "rungs": [16], **options}
+    return Trainer(loss_fn, fragile() if optimizer is None else optimizer, **options)
+
+
+def fit(rows, optimizer=None, *, epochs=None, steps=None, **options):
+    with trainer_for(optimizer, **options) as trainer:
+        state = trainer.init({"w": jnp.zeros(3)})
+        state, history = trainer.fit(state, rows, **({"steps": steps} if steps else {"epochs": epochs or 1}))
+        return jax.tree.map(np.asarray, trainer.answer(state)), history
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(("value", "finite"), [(1, True), (np.nan, False), (np.inf, False), (-np.inf, False)])
+def test_the_test(dtype, value, finite):
+    tree = {"large": jnp.ones((40, 50), dtype).at[7, 9].set(value), "count": jnp.int32(3), "none": jnp.zeros((0, 2))}
+    assert bool(jax.jit(all_finite)(tree)) is finite
+    assert bool(all_finite(jnp.full(3, jnp.finfo(dtype).max)))  # whose squares are infinite
+    assert not all_finite([jnp.full(3, jnp.finfo(dtype).max), jnp.full((), value, dtype) * jnp.inf])
+    assert all_finite({"key": jax.random.key(0), "count": jnp.int32(3)})
+
+
+@pytest.mark.parametrize("transport", ["psum", "hub"])
+def test_a_large_gradient_is_not_nan(transport):
+    """Of a norm whose square is infinite in float32."""
+    rows = data(poison=1e24)
+    plain, history = fit(rows, optax.sgd(1e-24), loss_fn=linear, transport=transport)
+    assert not any(record.nonfinite for record in history.records)
+    index = Sampler(SAMPLES, BATCH, 0).indices(0, 0, SAMPLES)[20]
+    np.testing.assert_allclose(plain.params["w"], rows["x"][index] / BATCH, rtol=1e-5)
+
+
+SYNCS = {
+    "psum": {},
+    "hub": {"transport": "hub"},
+    "decentralised": {"sync": Decentralised("complete")},
+    "daso, all at once": {"sync": Daso(nodes=2, warm_up=1)},
+    "daso": {"sync": Daso(nodes=2, warm_up=0, cool_down=0)},
+    "hogbatch": {"sync": Hogbatch(batches=4)},  # where the row may come to any step
+    "adaptive sgd": {"sync": AdaptiveSgd(batches=4)},
+}
+
+
+@pytest.mark.parametrize("sync", SYNCS)
+def test_a_bad_update_of_good_gradients_is_named_and_can_be_skipped(sync, caplog):
+    what = "the loss and the gradient were finite, but the optimizer's update of worker"
+    step = r"\d" if isinstance(SYNCS[sync].get("sync"), Asynchronous) else "2"
+    with pytest.raises(NonFiniteError, match=rf"Step {step}: {what} [01, ]* was NaN or infinite\. Check the optimizer"):
+        fit(data(poison=1e9), **SYNCS[sync])
+    state, history = fit(data(poison=1e9), on_nonfinite="skip", **SYNCS[sync])
+    assert sum(record.bad_update for record in history.records) == 1
+    assert re.search(rf"Step {step}: {what}", caplog.text)
+    for leaf in jax.tree.leaves(state.core):
+        assert np.isfinite(leaf).all()
+    assert 0.05 < np.abs(state.params["w"] - 1).max() < 0.95
+
+
+@pytest.mark.parametrize("transport", ["psum", "hub"])
+def test_what_was_skipped_left_no_trace(transport):
+    """Neither in parameters nor in momenta, averages or counters."""
+    options = {"on_nonfinite": "skip", "ema_decay": 0.9, "transport": transport}
+    optimizer = optax.chain(optax.sgd(0.1, momentum=0.9), fragile())
+    one, _ = fit(data(), optimizer, steps=1, **options)
+    two, history = fit(data(poison=1e9), optimizer, steps=2, **options)
+    assert history.records[1].left_out
+    jax.tree.map(np.testing.assert_array_equal, two.core, one.core)
+
+
+def test_a_state_that_overflows_is_a_bad_update():
+    """Adam squares a gradient: its state is infinite then, and that parameter would never move again."""
+    with pytest.raises(NonFiniteError, match=r"Step 2: .* the optimizer's update"):
+        fit(data(poison=1e22), optax.adam(0.1), loss_fn=linear)
+    state, _ = fit(data(poison=1e22), optax.adam(0.1), loss_fn=linear, on_nonfinite="skip")
+    assert np.isfinite(state.opt_state[0].nu["w"]).all()
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip"])
+def test_scalars_in_the_state_of_an_optimizer_may_be_infinite(policy):
+    """As the best loss so far is before the first step."""
+    best = optax.GradientTransformation(lambda params: jnp.float32(jnp.inf), lambda g, state, params=None: (g, state))
+    _, history = fit(data(), optax.chain(optax.sgd(0.1), best), on_nonfinite=policy)
+    assert [record.left_out for record in history.records] == [False] * 3
+
+
+@pytest.mark.parametrize("sync", ["psum", "hogbatch"])
+def test_nothing_but_nan_comes_to_an_end(sync):
+    rows = data()
+    rows["y"][:] = np.nan
+    with pytest.raises(NonFiniteError, match=r"Step 4: the loss or gradient of .* 4 steps in a row have been skipped"):
+        fit(rows, epochs=9, on_nonfinite="skip", max_skips=4, **SYNCS[sync])
+    with pytest.raises(NonFiniteError, match="10 steps in a row"):
+        fit(rows, epochs=9, on_nonfinite="skip", **SYNCS[sync])
+
+
+def test_only_skips_in_a_row_count():
+    _, history = fit(data(poison=np.nan), epochs=4, on_nonfinite="skip", max_skips=2)
+    assert sum(record.left_out for record in history.records) == 4
+
+
+@pytest.mark.parametrize("max_skips", [0, -1, 1.5, True, None])
+def test_a_limit_that_makes_no_sense_is_refused(max_skips):
+    with pytest.raises(ValueError, match="max_skips is the number of steps in a row"):
+        trainer_for(on_nonfinite="skip", max_skips=max_skips)
