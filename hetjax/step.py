@@ -13,8 +13,8 @@ import numpy as np
 import optax
 
 from hetjax import presets
+from hetjax.batches import HostBatch, as_batch, check_rows, ends_together, sample_of
 from hetjax.calibration import calibrate
-from hetjax.data.batches import HostBatch, as_batch, check_rows, ends_together, sample_of
 from hetjax.data.rows import Rows
 from hetjax.history import Record
 from hetjax.nonfinite import NonFiniteError, NonFinitePolicy

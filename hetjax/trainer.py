@@ -14,8 +14,8 @@ import optax
 
 from hetjax import presets
 from hetjax import sync as syncs
+from hetjax.batches import FeedBatch, as_batch, is_stream, sample_of
 from hetjax.calibration import calibrate
-from hetjax.data.batches import FeedBatch, as_batch, is_stream, sample_of
 from hetjax.data.feed import Feed
 from hetjax.data.memory import as_source
 from hetjax.data.rows import Rows

@@ -1,4 +1,5 @@
-"""Imports go one way: plan <- run <- sync, loop <- trainer <- experiments; data, watch, models, launch are leaves."""
+"""Imports go one way: plan <- run <- sync <- presets <- step <- trainer <- experiments; data, watch, models, launch are
+leaves."""
 
 import ast
 import subprocess
@@ -17,9 +18,24 @@ MAY_IMPORT = {
     "models": {"models", "data"},
     "launch": {"launch"},
     "run": {"run", "plan", "data", "launch"},
-    "loop": {"run", "plan", "data"},
-    "calibration": {"loop", "run", "plan", "data"},
-    "sync": {"sync", "run", "plan", "data", "history"},
+    "batches": {"run", "plan", "data"},
+    "calibration": {"run", "plan", "data"},
+    "recorder": {"run", "history"},
+    "sync": {"sync", "run", "plan", "data", "history", "recorder"},
+    "presets": {"sync", "run", "plan"},
+    "pipeline": {"run", "plan"},
+    "step": {
+        "batches",
+        "calibration",
+        "data",
+        "history",
+        "nonfinite",
+        "pipeline",
+        "plan",
+        "presets",
+        "run",
+        "sync",
+    },  # fmt: skip
 }
 
 

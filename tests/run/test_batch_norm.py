@@ -150,10 +150,9 @@ def test_linen_gives_the_same_numbers_as_nnx():
     results = []
     for made in (nnx_model, model):
         with Trainer(
-            made.loss_fn,
+            made,
             optax.sgd(0.1),
             batch_size=BATCH,
-            eval_fn=made.eval_fn,
             controller="equal",
             devices=jax.devices()[:2],
         ) as trainer:

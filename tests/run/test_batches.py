@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hetjax.data.batches import FeedBatch
+from hetjax.batches import FeedBatch
 from hetjax.plan.controllers.protocol import Plan
 from hetjax.plan.sampler import Span
 from hetjax.step import own_span

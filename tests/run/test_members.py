@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from tiny_problem import trainer_for
 
-from hetjax import Simulation
+from hetjax import Chunked, Simulation
 from hetjax.plan.mixing import topology
 from hetjax.run.engines.specs import per_worker
 from hetjax.run.members import kept_entries
@@ -39,10 +39,10 @@ def test_a_list_that_is_not_of_the_launched_processes_stays_as_it_is():
 
 
 def test_speeds_capacity_and_max_rows_of_the_survivors(two_of_three):
-    devices = jax.devices()[:2]
+    devices, ladder = jax.devices()[:2], Chunked(max_rows=[9, 1, 4], rungs=[4, 16])
     assert per_worker("capacity", [10, 20, 30], 1, Workers.of(devices)).tolist() == [10, 30]
     for speeds in ([1, 0.5, 0.7], Simulation(constant([1, 0.5, 0.7], [0.1, 0.2, 0.3]))):
-        trainer, source, state = trainer_for(devices, speeds=speeds, capacity=[9, 1, 7], max_rows=[9, 1, 4])
+        trainer, source, state = trainer_for(devices, speeds=speeds, capacity=[9, 1, 7], engine=ladder)
         assert trainer.simulation.trace(0)[0].tolist() == [1, 0.7]
         trainer.simulation.row_time = 1e-5
         with trainer:

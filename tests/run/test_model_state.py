@@ -260,8 +260,8 @@ def test_spectral_norm_taken_as_it_is_trains_as_flax_does_on_the_whole_batch():
         Net(), variables, lambda apply, example: cross_entropy(apply(example["x"]), example["y"]), group=1
     )
     with hetjax.Trainer(
-        model, optimizer, batch_size=SAMPLES, devices=jax.devices()[:2], controller="equal", engine=hetjax.Chunked(rungs=[20]),
-        advance=hetjax.running_average(0.0),
+        model, optimizer, batch_size=SAMPLES, devices=jax.devices()[:2], controller="equal",
+        engine=hetjax.Chunked(rungs=[20]), advance=hetjax.running_average(0.0),
     ) as trainer:  # fmt: skip
         state, _ = trainer.fit(trainer.init(model.params, model.model_state), data, steps=3)
 

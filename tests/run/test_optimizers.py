@@ -49,7 +49,7 @@ def test_an_optimizer_that_takes_the_loss_does_what_it_does_alone(optimizer):
 
 @pytest.mark.parametrize("sync", ["decentralised", "hogbatch"])
 def test_so_do_the_other_syncs(sync):
-    extra = {"rungs": None} if sync == "hogbatch" else {}
+    extra = {"engine": "auto"} if sync == "hogbatch" else {}
     state, _, told = run(plateau(patience=2), {"w": jnp.zeros(3)}, sync=sync, **extra)
     scale = np.asarray(state.opt_state[1].scale)
     np.testing.assert_allclose(scale, np.full_like(scale, scale.flat[0]))  # all workers were given the same loss

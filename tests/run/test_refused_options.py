@@ -21,5 +21,5 @@ def test_an_option_that_cannot_work_is_refused(option, value):
 
 @pytest.mark.parametrize("rungs", [[-1], [0, 4], [1.5], ["4"], [True], [[4], 8], 4])
 def test_rungs_that_cannot_work_are_refused(rungs):
-    with pytest.raises((ValueError, TypeError), match="^rungs is .*: "):
+    with pytest.raises((ValueError, TypeError), match=r"^rungs is .*: "):
         Chunked(rungs=rungs)

@@ -8,7 +8,7 @@ import pytest
 from problems import RandomPlans, distance, problem
 
 from hetjax import Chunked, LiveState, NonFiniteError, Simulation, State, Step, Trainer
-from hetjax.data import batches as host_batches
+from hetjax import batches as host_batches
 from hetjax.plan.sampler import Sampler
 from hetjax.run.simulate import constant
 

@@ -64,7 +64,7 @@ def test_a_run_on_blocks_goes_on_where_it_stopped():
     ("options", "sentence"),
     [
         ({"workers": 3}, "blocks for 2 workers, but there are 3"),
-        ({"controller": "balanced"}, "Use controller='static'"),
+        ({"controller": "balanced"}, "Use the controller static"),
         ({"quantum": 4}, "not cut into whole groups"),
         ({"sync": "hogbatch"}, "whoever is free"),
     ],

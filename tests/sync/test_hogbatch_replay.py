@@ -305,7 +305,7 @@ def test_as_published():
 @pytest.mark.parametrize(
     ("sync", "options", "words"),
     [
-        (Hogbatch(), {"partition": "proportional"}, "no shards"),
+        (Hogbatch(), {"partition": "proportional"}, "gives every worker its own"),
         (Hogbatch(), {"engine": "looped"}, "every worker runs alone"),
         (Hogbatch(smallest=99), {}, "smallest batch of 99"),
         (Hogbatch(batches=[1, 2, 3]), {}, "batches lists 3 numbers for 2 workers"),
