@@ -35,7 +35,7 @@ MAY_IMPORT = {
         "presets",
         "run",
         "sync",
-    },  # fmt: skip
+    },
 }
 
 

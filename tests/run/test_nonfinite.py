@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from hetjax import NonFiniteError, Trainer
+from hetjax import Chunked, NonFiniteError, Trainer
 from hetjax.plan.sampler import Sampler
 from hetjax.run.finite import all_finite
 from hetjax.sync import AdaptiveSgd, Asynchronous, Daso, Decentralised, Hogbatch
@@ -45,7 +45,9 @@ def fragile():
 
 
 def trainer_for(optimizer=None, loss_fn=squares, **options):
-    options = {"batch_size": BATCH, "controller": "equal", "devices": jax.devices()[:2], "rungs": [16], **options}
+    law = {} if "sync" in options and not getattr(options["sync"], "stepped", True) else {"controller": "equal"}
+    ladder = Chunked(rungs=[16])
+    options = {"batch_size": BATCH, "devices": jax.devices()[:2], "engine": ladder, **law, **options}
     return Trainer(loss_fn, fragile() if optimizer is None else optimizer, **options)
 
 
