@@ -48,7 +48,7 @@ from hetjax.devices import fake_devices
 from hetjax.plan.blocks import Blocks
 from hetjax.run.simulate import Simulation, constant
 from hetjax.source_blocks import make_blocks
-from hetjax.sync import AllReduce, AnySync, Decentralised
+from hetjax.sync import AllReduce, Decentralised, Sync
 from hetjax.task import Task, make_task
 from hetjax.trainer import Trainer
 from hetjax.watch import write_json
@@ -158,7 +158,7 @@ class Snapshots:
 def run(args: Args, line: Line, task: Task, blocks: Blocks, test: Callable[[Any], list[float]], seed: int) -> Curve:
     """One training run and its curve."""
     rates = speeds(args)
-    sync: AnySync = AllReduce()
+    sync: Sync = AllReduce()
     if line.every:
         sync = Decentralised(args.topology, line.every, args.matcha_budget, args.faithful)
     steps_per_epoch = -(-len(task.train) // args.batch_size)
@@ -188,7 +188,7 @@ def run(args: Args, line: Line, task: Task, blocks: Blocks, test: Callable[[Any]
     )
 
 
-def sent(sync: AnySync, workers: int, steps: int, seed: int) -> float:
+def sent(sync: Sync, workers: int, steps: int, seed: int) -> float:
     """How often a worker has sent its parameters, or gradients, on average; in a sum over all 2 (N - 1) / N times."""
     by_sum = 2 * (workers - 1) / workers
     if not isinstance(sync, Decentralised):

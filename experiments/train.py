@@ -26,7 +26,6 @@ import train_blocks
 import train_config
 import train_output
 import train_setup
-from hetjax.strategies import Strategy, resolve
 from rich.console import Console
 from train_config import Config
 from train_takeover import CHECKPOINTS, Takeover, sole_use
@@ -38,6 +37,7 @@ from hetjax.launch import heartbeat
 from hetjax.launch.heartbeat import Heartbeat
 from hetjax.launch.variables import RESTART, STARTED
 from hetjax.nonfinite import NonFiniteError
+from hetjax.presets import Choice, choose
 from hetjax.run.agree import Disagreement, gather, same
 from hetjax.run.distributed import initialise, leave
 from hetjax.run.simulate import Simulation
@@ -127,8 +127,9 @@ def run_in(
 ) -> None:
     """The same with everything found, in a folder that no other run uses."""
     if not config.compares:
-        name, strategy = resolve(**method)
-        summary = train(config, name, strategy, folder, [folder], devices, simulation, heart, console)
+        chosen = choose(**method)
+        name = chosen.name
+        summary = train(config, chosen, folder, [folder], devices, simulation, heart, console)
         if jax.process_index() != 0:
             return
         drawn = watch.report(folder)
@@ -138,8 +139,8 @@ def run_in(
     names, summaries = ("equal", "balanced"), []
     places = [folder / name for name in names]
     for k, name in enumerate(names):
-        _, strategy = resolve(**(method | {"preset": name}))
-        summary = train(config, name, strategy, places[k], places[k:], devices, simulation, heart, console)
+        chosen = choose(**(method | {"strategy": name}))
+        summary = train(config, chosen, places[k], places[k:], devices, simulation, heart, console)
         if simulation is not None:  # the row time of the first run holds for both
             simulation = replace(simulation, row_time=summary["row_time"], step=0, phases=0, overruns=0)
         summaries.append((name, summary))
@@ -153,8 +154,7 @@ def run_in(
 
 def train(
     config: Config,
-    name: str,
-    strategy: Strategy,
+    chosen: Choice,
     folder: Path,
     replaces: Sequence[Path],
     devices: list[jax.Device],
@@ -166,23 +166,22 @@ def train(
 
     What earlier runs left there and in the other folders that it `replaces` is gone after its first step.
     """
-    task = train_setup.make_task_of(config)
+    name, task = chosen.name, train_setup.make_task_of(config)
     steps, epochs = train_setup.duration(config)
     finished = train_output.finished(folder, steps, epochs * len(task.train)) if config.output.resume else None
     if finished is not None:
         console.print(f"{name}: finished already, see {folder}", soft_wrap=True, highlight=False)
         return finished
     total_steps = steps or -(-len(task.train) // config.data.batch_size) * epochs
-    partition = train_blocks.partition_of(config, strategy, task, devices, simulation, folder, console)
+    partition = train_blocks.partition_of(config, chosen, task, devices, simulation, folder, console)
     trainer = Trainer(
-        task.model.loss_fn,
-        train_setup.optimizer(config, total_steps, scheduled=not strategy.asynchronous),
-        eval_fn=task.model.eval_fn,
+        task.model,
+        train_setup.optimizer(config, total_steps, scheduled=chosen.sync.stepped),
         batch_size=config.data.batch_size,
-        controller=strategy.make_controller(),
+        controller=chosen.controller if chosen.sync.stepped else None,
         partition=partition,
-        sync=train_setup.make_sync(config, strategy, total_steps),
-        engine=strategy.engine,
+        sync=train_setup.scheduled_sync(config, chosen, total_steps),
+        engine=chosen.engine,
         devices=devices,
         speeds=simulation,
         capacity=train_setup.whole_numbers("--capacity", config.workers.capacity),
@@ -213,7 +212,7 @@ def train(
         takeover = Takeover(config, folder, replaces, partition)
         hooks = [takeover, watch.Follow(tracker, seconds=seconds), saver, interrupt]
         hooks += [watch.Progress(name, console=console), *([] if heart is None else [heart])]
-        history = History(engine=strategy.engine, workers=len(devices))
+        history = History(engine=chosen.engine.name, workers=len(devices))
         with train_output.log_file(folder, "a" if state.step else "w"), saver:
             if left(state) > 0:
                 length = {"steps": left(state)} if steps else {"stop_at": epochs * len(task.train)}
@@ -234,12 +233,12 @@ def train(
                     f"python experiments/train.py --resume --out {config.folder}"
                 )
             tested = trainer.evaluate(state, task.test)
-    if strategy.sync == "daso":  # every process has its own part of a step
+    if chosen.sync.name == "daso":  # every process has its own part of a step
         ideals = gather(history.ideal_samples_per_s)
         history.ideal_samples_per_s = sum(ideals) if all(ideals) else None
     if jax.process_index() != 0:
         return {"row_time": row_time()}
-    summary = train_output.summary(name, strategy, folder, history, tested, int(state.cursor)) | {
+    summary = train_output.summary(chosen, folder, history, tested, int(state.cursor)) | {
         "row_time": row_time(),
         "last_step": int(state.step),
         "cursor": int(state.cursor),

@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from hetjax.strategies import PRESETS, Strategy
 from rich.console import Console
 from train_config import Config
 from train_setup import numbers
 
 from hetjax.plan.blocks import Blocks
 from hetjax.plan.submodular import recut
+from hetjax.presets import PRESETS, Choice
 from hetjax.run.members import kept_entries
 from hetjax.run.simulate import Simulation
 from hetjax.source_blocks import (
@@ -54,7 +54,7 @@ def check_flags(config: Config) -> None:
 
 def partition_of(
     config: Config,
-    strategy: Strategy,
+    chosen: Choice,
     task: Task,
     devices: list[jax.Device],
     simulation: Simulation | None,
@@ -67,8 +67,8 @@ def partition_of(
 
     Whatever the first process finds or makes goes to all.
     """
-    if strategy.partition != "submodular":
-        return strategy.partition
+    if chosen.partition != "submodular":
+        return chosen.partition
     asked, kept = config.submodular, folder / FILE
     if asked.blocks is not None:
         given = shared_blocks(lambda: from_file(asked.blocks, task))

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
-from hetjax.strategies import CONTROLLERS, PARTITIONS, PRESETS, SYNCS
+
+from hetjax.presets import CONTROLLERS, PARTITIONS, PRESETS, SYNCS
 
 CONFIGS = Path(__file__).parent / "configs"
 DESCRIPTION = """Train a model on devices of unequal speed, all of them kept busy.

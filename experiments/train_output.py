@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from hetjax.strategies import Strategy
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.table import Table
@@ -19,6 +18,7 @@ from train_config import Config
 
 from hetjax import checkpoint, watch
 from hetjax.history import History
+from hetjax.presets import Choice
 
 log = logging.getLogger("hetjax")
 SAME_STEPS = 10  # later the optimiser has blown up the rounding of sums in another order
@@ -68,22 +68,20 @@ def trackers(config: Config, name: str, folder: Path, done: int) -> watch.Tracke
     return watch.Composite(*told)
 
 
-def summary(
-    name: str, strategy: Strategy, folder: Path, history: History, tested: dict[str, float], cursor: int
-) -> dict[str, Any]:
+def summary(chosen: Choice, folder: Path, history: History, tested: dict[str, float], cursor: int) -> dict[str, Any]:
     """What the run came to: counted over all its parts by its metrics, the rest from the last part.
 
     The metrics of daso are about the workers of the first process; the cursor counts the samples of all.
     """
     run, last = watch.read_run(folder), history.summary()
     wall, ideal = float(np.nansum(run.step_time_S)), last["ideal_samples_per_s"]
-    samples = cursor if strategy.sync == "daso" else int(np.nansum(run.counts_SxW))
+    samples = cursor if chosen.sync.name == "daso" else int(np.nansum(run.counts_SxW))
     return {
-        "strategy": name,
+        "strategy": chosen.name,
         **last,
-        "controller": "none" if strategy.asynchronous else strategy.controller,
-        "partition": strategy.partition,
-        "sync": strategy.sync,
+        "controller": chosen.controller.name if chosen.sync.stepped else "none",
+        "partition": chosen.partition_name,
+        "sync": chosen.sync.name,
         "steps": run.steps,
         "samples": samples,
         "wall_s": wall,

@@ -10,14 +10,14 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from hetjax.strategies import Strategy
 from train_config import Config
 
 from hetjax.devices import devices_of_all, fake_devices, said_by_environment
 from hetjax.launch.variables import PROCESSES
+from hetjax.presets import Choice
 from hetjax.run.simulate import Simulation, Trace, constant, of_survivors
 from hetjax.run.trace_file import read_trace
-from hetjax.sync import AnySync
+from hetjax.sync import Sync
 from hetjax.task import Task, make_task
 
 DEFAULT_EPOCHS = 24
@@ -130,8 +130,11 @@ def schedule(config: Config, steps: int) -> Callable[[float], float] | None:
     return factor
 
 
-def make_sync(config: Config, strategy: Strategy, steps: int) -> AnySync:
-    return strategy.make_sync(schedule=schedule(config, steps)) if strategy.asynchronous else strategy.make_sync()
+def scheduled_sync(config: Config, chosen: Choice, steps: int) -> Sync:
+    """The sync, which follows the schedule by itself where its updates are no steps."""
+    if not chosen.sync.stepped:
+        chosen.sync.schedule = schedule(config, steps)
+    return chosen.sync
 
 
 def method(config: Config, processes: int = 1) -> dict[str, Any]:
@@ -154,7 +157,7 @@ def method(config: Config, processes: int = 1) -> dict[str, Any]:
     options["scale_rate"] = None if alone.scale_rate is None else alone.scale_rate == "on"
     options["batches"] = whole_numbers("--batches", alone.batches)
     options["smallest"] = whole_numbers("--smallest-batch", alone.smallest_batch)
-    return {"preset": asked.strategy, "every": every, "sync_options": options, **axes}
+    return {"strategy": asked.strategy, "every": every, "sync_options": options, **axes}
 
 
 def numbers(flag: str, text: str) -> list[float]:

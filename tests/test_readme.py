@@ -11,11 +11,11 @@ import pytest
 import quick_compiles
 import train
 import train_config
-from hetjax.strategies import PRESETS
 
 from hetjax.__main__ import main as hetjax_main
 from hetjax.launch import launcher
 from hetjax.launch import options as launch_flags
+from hetjax.presets import PRESETS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

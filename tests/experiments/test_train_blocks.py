@@ -15,12 +15,12 @@ import train
 import train_blocks
 import train_config
 import train_setup
-from hetjax.strategies import resolve
 from rich.console import Console
 
 from hetjax.data import load
 from hetjax.plan.blocks import Blocks
 from hetjax.plan.submodular import recut
+from hetjax.presets import choose
 from hetjax.source_blocks import make_blocks, read_features
 from hetjax.watch import read_run
 
@@ -34,9 +34,9 @@ def blocks_for(folder, *flags, told=None):
     """What `train.py --partition submodular` with these flags trains on, and keeps after its first step."""
     config = train_config.parse([*TINY, "--partition", "submodular", *flags], train_config.Config())
     simulation, devices = train_setup.find_devices(config)
-    task, (_, strategy) = train_setup.make_task_of(config), resolve(**train_setup.method(config))
+    task, chosen = train_setup.make_task_of(config), choose(**train_setup.method(config))
     console = Console(file=told or io.StringIO())
-    blocks = train_blocks.partition_of(config, strategy, task, devices, simulation, folder, console)
+    blocks = train_blocks.partition_of(config, chosen, task, devices, simulation, folder, console)
     train_blocks.keep(config, folder, blocks)
     return blocks
 
@@ -166,13 +166,11 @@ def test_blocks_from_a_file_and_no_blocks_at_all(tmp_path):
     mine.renamed(data="of others").save(tmp_path / "mine.npz")
     with pytest.raises(ValueError, match="cut from other samples"):
         blocks_for(tmp_path, "--devices", "2", "--blocks", str(tmp_path / "mine.npz"))
-    name = train_blocks.partition_of(
-        train_config.Config(), resolve("dbs")[1], None, jax.devices(), None, tmp_path, None
-    )
+    name = train_blocks.partition_of(train_config.Config(), choose("dbs"), None, jax.devices(), None, tmp_path, None)
     assert name == "proportional"
 
 
 def test_without_a_method_blocks_are_one_run_and_not_a_comparison():
     assert not train_config.parse(["--partition", "submodular"], train_config.Config()).compares
     with pytest.raises(ValueError, match="for good"):
-        resolve("balanced", partition="submodular")
+        choose("balanced", partition="submodular")
