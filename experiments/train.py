@@ -176,11 +176,12 @@ def train(
     )
     left = lambda state: (steps - state.step) if steps else (epochs * len(task.train) - state.cursor)
     with trainer, stop_on_signals(trainer.stop) as interrupt:
-        state, seconds = beginning(config, trainer, trainer.init(task.model.params, task.model.model_state), folder)
+        state, before = beginning(config, trainer, trainer.init(task.model.params, task.model.model_state), folder)
         row_time = lambda: trainer.simulation and trainer.simulation.row_time
         told = "compiling" if state.step == 0 else f"compiling; goes on after step {state.step}"
         console.print(f"{name}: {len(devices)} workers, {told}", highlight=False)
         tracker = train_output.trackers(config, name, folder, state.step)
+        follow = watch.Follow(tracker, **before)
         saver = checkpoint.Saver(
             folder / CHECKPOINTS,
             trainer,
@@ -188,13 +189,14 @@ def train(
             seconds=config.output.save_every,
             keep=config.output.keep,
             extra=lambda record: {
-                "seconds": seconds + record.seconds,
+                "seconds": follow.seconds + record.seconds,
+                "plan_changes": follow.plan_changes,
                 "row_time": row_time(),
                 "config": config.flat(),
             },
         )
         takeover = Takeover(config, folder, replaces, partition)
-        hooks = [takeover, watch.Follow(tracker, seconds=seconds), saver, interrupt]
+        hooks = [takeover, follow, saver, interrupt]
         hooks += [watch.Progress(name, console=console), *([] if heart is None else [heart])]
         history = History(engine=strategy.engine, workers=len(devices))
         with train_output.log_file(folder, "a" if state.step else "w"), saver:
@@ -222,24 +224,22 @@ def train(
         history.ideal_samples_per_s = sum(ideals) if all(ideals) else None
     if jax.process_index() != 0:
         return {"row_time": row_time()}
-    summary = train_output.summary(name, strategy, folder, history, tested, int(state.cursor)) | {
-        "row_time": row_time()
-    }
+    summary = train_output.summary(
+        name, strategy, folder, history, tested, state, follow.seconds, follow.plan_changes
+    ) | {"row_time": row_time()}
     tracker.summary(summary)
     tracker.close()
     return summary
 
 
-def beginning(config: Config, trainer: Trainer, fresh: State, folder: Path) -> tuple[State, float]:
-    """The state to start from and the seconds already spent: nothing, or what the last checkpoint says."""
-    if not config.output.resume:
-        return fresh, 0.0
-    found = checkpoint.restore_latest(folder / CHECKPOINTS, fresh, trainer)
+def beginning(config: Config, trainer: Trainer, fresh: State, folder: Path) -> tuple[State, dict[str, Any]]:
+    """The state to start from, and what is counted on from the last checkpoint, if there is one."""
+    found = checkpoint.restore_latest(folder / CHECKPOINTS, fresh, trainer) if config.output.resume else None
     if found is None:
-        return fresh, 0.0
+        return fresh, {}
     if trainer.simulation is not None:
         trainer.simulation.row_time = found.extra["row_time"]
-    return found.state, found.extra["seconds"]
+    return found.state, {"seconds": found.extra["seconds"], "plan_changes": found.extra.get("plan_changes", 0)}
 
 
 if __name__ == "__main__":

@@ -240,7 +240,7 @@ class Trainer:
                 last = now
                 state = reduce.state(done, state.cursor + flight.step.advance)
                 ideal_s += self._ideal_seconds(flight)
-                history.records.append(record)
+                history.add(record)
                 self._check_finite(record)
                 for hook in hooks:
                     hook(record, state)

@@ -106,14 +106,14 @@ class Training:
                         ideal_s += self._record(tally, news, history)
             counted = tally.state_dict()
             if tally.unrecorded:  # stopped in between: for the history only, a resumed run will record the whole step
-                history.records.append(self._made(tally, 1 + self.coordinator.step))
+                history.add(self._made(tally, 1 + self.coordinator.step))
             history.recompiles_after_warmup = compiles() - compiled
             whole = tally.whole
             rates_W = np.divide(whole.counts_W, whole.busy_W, out=np.zeros(tally.workers), where=whole.busy_W > 0)
             if simulation is None:
                 history.ideal_samples_per_s = float(rates_W.sum()) or None
             elif ideal_s:
-                history.ideal_samples_per_s = sum(int(r.counts_W.sum()) for r in history.records) / ideal_s
+                history.ideal_samples_per_s = history.totals.samples / ideal_s
             history.data_wait_s = self.stock.waited / tally.workers
             history.more = tally.summary()
         finally:
@@ -130,7 +130,7 @@ class Training:
         assert news.moment is not None
         job, record = self.job, self._made(tally, self.coordinator.step_of(tally.seen))
         self.remember(news.moment, tally.state_dict())
-        history.records.append(record)
+        history.add(record)
         job.check(record)
         for hook in job.hooks:
             hook(record, news.moment.state)
