@@ -43,6 +43,7 @@ from hetjax.run.update import State
 from hetjax.strategies import Strategy, resolve
 from hetjax.trainer import NonFiniteError, Trainer
 
+_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 OF_A_PROCESS = ("devices", "capacity", "out", "tensorboard", "wandb")  # what processes of one run may differ in
 
 
@@ -71,12 +72,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             leave(130, together=False)
         return 130
     except jax.errors.JaxRuntimeError as error:
-        if debug or not jax.distributed.is_initialized():
+        if debug or not (jax.distributed.is_initialized() or _OUT_OF_MEMORY in str(error)):
             raise
+        if _OUT_OF_MEMORY in str(error):
+            print(f"error: {str(error).splitlines()[0]} Lower --width, --batch-size or --devices.", file=sys.stderr)
+            return 2
         lost = f"process {jax.process_index()} lost the others ({str(error).splitlines()[0]})"
         print(f"error: {lost}. See which ended first; --resume goes on from the last checkpoint.", file=sys.stderr)
         return 1
-    except (Disagreement, ValueError, TypeError, OSError, ImportError, NonFiniteError) as error:
+    except (Disagreement, ValueError, TypeError, OSError, ImportError, MemoryError, NonFiniteError) as error:
         if debug:
             raise
         Console(stderr=True).print(f"error: {error}", soft_wrap=True, highlight=False, markup=False)
@@ -87,6 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def read_config(arguments: Sequence[str]) -> Config:
     """Flags over a named experiment, or over the configuration of the run that is to be resumed."""
     name, out = (train_config.before_flags(arguments, flag) for flag in ("--config", "--out"))
+    if out == "":
+        raise ValueError("--out is empty: give the folder of the run, or leave it out.")
     default = Config() if name is None else train_config.named(name)
     default = train_config.one_length(arguments, default)
     if "--resume" not in arguments:
@@ -98,7 +104,7 @@ def read_config(arguments: Sequence[str]) -> Config:
         return train_config.parse([flag for flag in arguments if flag != "--resume"], default)
     if not path.is_file():
         raise ValueError(f"There is no run to resume in {folder}: it holds no config.json. Give its folder by --out.")
-    saved = train_config.with_values(default, json.loads(path.read_text(encoding="utf-8")))
+    saved = train_config.saved(path, default)
     config = train_config.parse(arguments, train_config.one_length(arguments, saved))
     train_config.check_same_run(saved, config, folder)
     return config
@@ -106,6 +112,7 @@ def read_config(arguments: Sequence[str]) -> Config:
 
 def run(config: Config, processes: int, heart: Heartbeat | None, console: Console) -> None:
     """The one run that was asked for, or equal and balanced in turn."""
+    train_setup.check_flags(config)
     simulation, devices = train_setup.find_devices(config, processes)
     told = {name: value for name, value in config.flat().items() if name not in OF_A_PROCESS}
     same(resume=config.output.resume, **told)
@@ -156,7 +163,7 @@ def train(
         return json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     task = train_setup.make_task_of(config)
     steps, epochs = train_setup.duration(config)
-    total_steps = steps or -(-len(task.train) // config.data.batch_size) * epochs
+    total_steps = train_setup.total_steps(config, len(task.train))
     partition = train_blocks.partition_of(config, strategy, task, devices, simulation, folder, console)
     trainer = Trainer(
         task.model.loss_fn,

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from hetjax import sync as syncs
+from hetjax.arguments import MOST_SAMPLES, MOST_SEED, check_batch, check_hooks, number, whole
 from hetjax.calibration import calibrate
 from hetjax.data.feed import Feed
 from hetjax.data.memory import as_source
@@ -26,6 +27,7 @@ from hetjax.plan.controllers.protocol import Controller, Observation, Plan
 from hetjax.plan.limits import Limits
 from hetjax.plan.partition import BlockSampler, ProportionalSampler
 from hetjax.plan.sampler import Sampler
+from hetjax.run import memory
 from hetjax.run.agree import digest, same
 from hetjax.run.clocks import no_hold
 from hetjax.run.compiles import compiles
@@ -34,7 +36,7 @@ from hetjax.run.engines.protocol import Replicas
 from hetjax.run.reduce import Reduce, make_reduce
 from hetjax.run.session import Session, open_session, shapes
 from hetjax.run.simulate import Simulation, constant
-from hetjax.run.update import State, running_average, unchanged
+from hetjax.run.update import State, check_state, running_average, unchanged
 from hetjax.run.workers import Workers
 from hetjax.sync import AnySync, Asynchronous
 from hetjax.sync.hogbatch import Job
@@ -97,29 +99,29 @@ class Trainer:
     ):
         if not callable(loss_fn):
             raise TypeError(f"loss_fn must be a function of (params, batch, keys), got {type(loss_fn).__name__}.")
-        if not isinstance(batch_size, int | np.integer) or batch_size < 1:
-            raise ValueError(
-                f"batch_size is the number of samples per step over all workers, at least 1; got {batch_size!r}."
-            )
+        for name, function in (("eval_fn", eval_fn), ("advance", advance)):
+            if function is not None and not callable(function):
+                raise TypeError(f"{name} is {function!r}: expected a function, or None for the usual one.")
+        self.batch_size = whole("batch_size", batch_size, 1, MOST_SAMPLES)
+        self.seed = whole("seed", seed, 0, MOST_SEED)
         blocks = partition if isinstance(partition, Blocks) else None
         partition = BlockSampler.partition if isinstance(partition, Blocks) else partition
-        if blocks is None and partition not in _SAMPLERS:
+        if blocks is None and not (isinstance(partition, str) and partition in _SAMPLERS):
             raise ValueError(
                 f"Unknown partition {partition!r}: use one of {', '.join(_SAMPLERS)}, or give the blocks themselves, "
                 "as hetjax.make_blocks(source, rates) makes them."
             )
         if on_nonfinite not in ("stop", "skip"):
             raise ValueError(f"on_nonfinite must be 'stop' or 'skip', got {on_nonfinite!r}.")
-        if ema_decay is not None and not 0 <= ema_decay < 1:
+        if ema_decay is not None and not 0 <= number("ema_decay", ema_decay) < 1:
             raise ValueError(f"ema_decay must be at least 0 and below 1, got {ema_decay}.")
         self.loss_fn, self.eval_fn, self.optimizer = loss_fn, eval_fn or loss_fn, optimizer
-        self.batch_size, self.seed = int(batch_size), int(seed)
         self.controller: Controller = controllers.make(controller) if isinstance(controller, str) else controller
-        self.sync: AnySync = syncs.make(sync) if isinstance(sync, str) else sync
+        self.sync: AnySync = syncs.make(sync)
         self.workers = self.sync.workers(devices) if isinstance(self.sync, PlansByNode) else Workers.of(devices)
         self.engine, self.transport, self.partition, self.blocks = engine, transport, partition, blocks
         self._check_blocks()
-        self.quantum: int = quantum if quantum is not None else getattr(loss_fn, "quantum", 1)
+        self.quantum = whole("quantum", getattr(loss_fn, "quantum", 1) if quantum is None else quantum, 1, MOST_SAMPLES)
         if isinstance(self.sync, Asynchronous) and partition != "global":
             raise ValueError(
                 f"With the sync {self.sync.name!r} whoever is free takes the next samples, so there are no shards. Use "
@@ -131,7 +133,7 @@ class Trainer:
                 f"not cut into whole groups. Use partition='global', not {partition!r}."
             )
         self.advance, self.ema_decay = advance or running_average(), ema_decay
-        self.on_nonfinite, self.wait_limit = on_nonfinite, wait_limit
+        self.on_nonfinite, self.wait_limit = on_nonfinite, number("wait_limit", wait_limit, above=0)
         self.simulation = self._simulation(speeds)
         self._engine_options: dict[str, Any] = {
             "capacity": capacity,
@@ -140,8 +142,10 @@ class Trainer:
             "complete": complete_ladder,
         }
         self._batch = self.batch_size  # most samples of a step for these workers
-        if self._own_node and capacity is not None:
-            self._batch = min(self._batch, int(per_worker("capacity", capacity, 0, self.workers).sum()))
+        capacity_W = per_worker("capacity", capacity, self.batch_size, self.workers)
+        per_worker("max_rows", max_rows, 1, self.workers)
+        if self._own_node:
+            self._batch = min(self._batch, int(capacity_W.sum()))
         self._sessions: dict[bool, Session] = {}
         self._shares_W = np.ones(len(self.workers))
         self._wishes = Wishes()
@@ -167,6 +171,7 @@ class Trainer:
         """The state before the first step. `params` is any tree of arrays, the same on all hosts."""
         if not jax.tree.leaves(params):
             raise ValueError("params holds no arrays: there is nothing to train.")
+        memory.check_parameters(params, self.workers)
         ema = None if self.ema_decay is None else jax.tree.map(lambda p: p, params)
         return State(params, model_state, jax.jit(self.optimizer.init)(params), ema)
 
@@ -186,7 +191,10 @@ class Trainer:
         copy what they want to keep of the state, whose buffers are given back at the end of that step.
         """
         source = as_source(source)
-        state = replace(state, step=int(state.step), cursor=int(state.cursor))  # a checkpoint may hold them as arrays
+        check_hooks(hooks)
+        check_state(state)
+        step, cursor = whole("state.step", state.step, 0), whole("state.cursor", state.cursor, 0)
+        state = replace(state, step=step, cursor=cursor)  # a checkpoint may hold them as arrays
         order = sampler = self._sampler = self._make_sampler(len(source))
         if isinstance(self.sync, PlansByNode):
             sampler = self._sampler = self.sync.sampler(order, self.quantum)
@@ -262,6 +270,7 @@ class Trainer:
         """Mean loss and metrics over every sample of a source, each exactly once, split like the training steps."""
         source = as_source(source)
         sampler = Sampler(len(source), self._batch, shuffle=False)
+        check_state(state)
         state = self.answer(state)
         session = self._session(state, source, train=False)
         params = state.params if state.ema is None else state.ema
@@ -393,10 +402,12 @@ class Trainer:
 
     def _end(self, cursor: int, sampler: AnySampler, epochs: int | None, steps: int | None, stop_at: int | None) -> int:
         given = {name: n for name, n in {"epochs": epochs, "steps": steps, "stop_at": stop_at}.items() if n is not None}
-        if len(given) != 1 or next(iter(given.values())) < 1:
+        if len(given) != 1:
             raise ValueError(
-                f"Say how long to train with exactly one of epochs, steps or stop_at, at least 1; got {given or None}."
+                f"Say how long to train with exactly one of epochs, steps or stop_at; got {', '.join(given) or 'none'}."
             )
+        for name, value in given.items():
+            whole(name, value, 1)
         if stop_at is not None:
             if stop_at <= cursor:
                 raise ValueError(f"Nothing left to train: the cursor is at {cursor} samples and stop_at is {stop_at}.")
@@ -421,6 +432,7 @@ class Trainer:
             )
 
     def _make_sampler(self, samples: int) -> AnySampler:
+        check_batch(self.batch_size, samples)
         if self.blocks is None:
             return _SAMPLERS[self.partition](samples, self.batch_size, self.seed)
         if self.blocks.size != samples:
@@ -457,7 +469,7 @@ class Trainer:
         if (known := self._sessions.get(train)) is not None:
             if known.key == str(shape):
                 return known
-            known.close()
+            self._sessions.pop(train).close()  # what follows may fail, and a later `fit` be right again
         options = {
             "engine": self.engine,
             "batch": self._batch,

@@ -124,4 +124,4 @@ def test_a_resumed_run_goes_on_with_thinned_metrics(tmp_path):
     tracker.close()  # does nothing more
     kept = [row["step"] for row in rows(tmp_path)]
     assert (kept[0], kept[-1]) == (1, 1502)
-    assert {step for step in range(7, 1500, 100)} <= set(kept)
+    assert set(range(7, 1500, 100)) <= set(kept)

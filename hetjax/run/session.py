@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from hetjax.run import memory
 from hetjax.run.clocks import Clocks, Hold
 from hetjax.run.contract import Objective
 from hetjax.run.engines import Engine, Program, choose, make_engine
@@ -60,6 +61,7 @@ def open_session(
 ) -> Session:
     """Compile for parameters, model state and rows of these shapes."""
     params, model_state, row = shape
+    memory.check_batch(batch, row)
     objective = Objective(loss_fn, model_state is not None)
     layout, exact_sync = layout_of(objective, params, model_state, row, max(quantum, 2), train=train)
     name, why = choose(engine, workers, exact_sync)

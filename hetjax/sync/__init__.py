@@ -23,8 +23,11 @@ REGISTRY: dict[str, Callable[..., AnySync]] = {
 }
 
 
-def make(name: str, **options: Any) -> AnySync:
-    if name not in REGISTRY:
+def make(name: str | AnySync, **options: Any) -> AnySync:
+    """The sync of this name, with its own options; a sync itself is returned as it is."""
+    if isinstance(name, Asynchronous | Sync):
+        return name
+    if not isinstance(name, str) or name not in REGISTRY:
         raise ValueError(f"There is no sync {name!r}: use one of {', '.join(REGISTRY)}.")
     return REGISTRY[name](**options)
 

@@ -48,6 +48,7 @@ class Setting:
     capacity: int = 0  # most samples that these workers can take in one step
 
 
+@runtime_checkable
 class Sync(Protocol):
     name: str
     own_parameters: bool  # of every worker, along a leading axis of workers; otherwise one set for all

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hetjax.arguments import MOST_SAMPLES, whole
 from hetjax.run.clocks import Clocks
 from hetjax.run.engines.chunked import Chunked
 from hetjax.run.engines.protocol import Engine, Program
@@ -90,11 +91,10 @@ def make_engine(
 
 def per_worker(what: str, given: int | Sequence[int] | None, default: int, workers: Workers) -> np.ndarray:
     """One whole number per worker from one number, a list, or the default."""
-    values = np.atleast_1d(np.asarray(default if given is None else given))
-    if not np.issubdtype(values.dtype, np.integer) or values.ndim != 1 or (values < 1).any():
-        raise ValueError(f"{what} must be whole numbers of at least 1, one for all workers or one each; got {given!r}.")
+    several = list(given) if isinstance(given, list | tuple | np.ndarray) else [default if given is None else given]
+    values = [whole(what, value, 1, MOST_SAMPLES) for value in several]
     if len(values) not in (1, len(workers)):
         raise ValueError(
             f"{what} lists {len(values)} numbers for {len(workers)} workers: give one number, or one for each."
         )
-    return np.broadcast_to(values.astype(np.int64), (len(workers),)).copy()
+    return np.broadcast_to(np.array(values, np.int64), (len(workers),)).copy()
