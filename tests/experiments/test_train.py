@@ -197,7 +197,10 @@ def test_a_configuration_that_cannot_be_read_is_named(content, sentence, tmp_pat
     assert sentence in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b'{"batch_size": "x"}', b"\xff", b"[" * 100_000, b'{"trace": 5}'])
+NESTED = pytest.param(b"[" * 100_000, id="nested")
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"batch_size": "x"}', b"\xff", NESTED, b'{"trace": 5}'])
 def test_a_damaged_configuration_of_a_run_is_named(content, tmp_path, capsys):
     (tmp_path / "config.json").write_bytes(content)
     assert train.main(["--resume", "--out", str(tmp_path)]) == 2

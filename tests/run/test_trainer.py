@@ -12,6 +12,7 @@ from problems import RandomPlans, distance, keys_for, problem
 from hetjax import NonFiniteError, Simulation, Trainer
 from hetjax.plan.controllers.protocol import Plan
 from hetjax.plan.sampler import Sampler
+from hetjax.run import memory
 from hetjax.run.simulate import constant
 
 BATCH = 24
@@ -358,6 +359,17 @@ def test_bad_input_gets_a_sentence(options, words):
     made = problem("mlp")
     with pytest.raises((ValueError, TypeError), match=words), trainer_for(made, **options) as trainer:
         trainer.fit(trainer.init(made.params), made.data, steps=1)
+
+
+def test_what_does_not_fit_into_memory_is_refused_before_it_is_tried(monkeypatch):
+    made = problem("mlp")
+    with trainer_for(made) as trainer:
+        state = trainer.init(made.params)
+        monkeypatch.setattr(memory, "host", lambda: 1000)
+        with pytest.raises(ValueError, match="The parameters take"):
+            trainer.init(made.params)
+        with pytest.raises(ValueError, match="The 24 samples of a step take"):
+            trainer.fit(state, made.data, steps=1)
 
 
 def test_numpy_integers_are_whole_numbers():
