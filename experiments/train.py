@@ -12,7 +12,6 @@ becomes of an earlier run in the same folder, and that no other run uses it, in 
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import traceback
@@ -44,6 +43,7 @@ from hetjax.run.simulate import Simulation
 from hetjax.run.update import State
 from hetjax.trainer import Trainer
 
+_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 OF_A_PROCESS = ("devices", "capacity", "out", "tensorboard", "wandb")  # what processes of one run may differ in
 
 
@@ -72,12 +72,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             leave(130, together=False)
         return 130
     except jax.errors.JaxRuntimeError as error:
-        if debug or not jax.distributed.is_initialized():
+        if debug or not (jax.distributed.is_initialized() or _OUT_OF_MEMORY in str(error)):
             raise
+        if _OUT_OF_MEMORY in str(error):
+            print(f"error: {str(error).splitlines()[0]} Lower --width, --batch-size or --devices.", file=sys.stderr)
+            return 2
         lost = f"process {jax.process_index()} lost the others ({str(error).splitlines()[0]})"
         print(f"error: {lost}. See which ended first; --resume goes on from the last checkpoint.", file=sys.stderr)
         return 1
-    except (Disagreement, ValueError, TypeError, OSError, ImportError, NonFiniteError) as error:
+    except (Disagreement, ValueError, TypeError, OSError, ImportError, MemoryError, NonFiniteError) as error:
         if debug:
             raise
         Console(stderr=True).print(f"error: {error}", soft_wrap=True, highlight=False, markup=False)
@@ -88,6 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def read_config(arguments: Sequence[str]) -> Config:
     """Flags over a named experiment, or over the configuration of the run that is to be resumed."""
     name, out = (train_config.before_flags(arguments, flag) for flag in ("--config", "--out"))
+    if out == "":
+        raise ValueError("--out is empty: give the folder of the run, or leave it out.")
     default = Config() if name is None else train_config.named(name)
     default = train_config.one_length(arguments, default)
     if "--resume" not in arguments:
@@ -99,7 +104,7 @@ def read_config(arguments: Sequence[str]) -> Config:
         return train_config.parse([flag for flag in arguments if flag != "--resume"], default)
     if not path.is_file():
         raise ValueError(f"There is no run to resume in {folder}: it holds no config.json. Give its folder by --out.")
-    saved = train_config.with_values(default, json.loads(path.read_text(encoding="utf-8")))
+    saved = train_config.saved(path, default)
     config = train_config.parse(arguments, train_config.one_length(arguments, saved))
     train_config.check_same_run(saved, config, folder)
     return config
@@ -107,6 +112,7 @@ def read_config(arguments: Sequence[str]) -> Config:
 
 def run(config: Config, processes: int, heart: Heartbeat | None, console: Console) -> None:
     """The one run that was asked for, or equal and balanced in turn."""
+    train_setup.check_flags(config)
     simulation, devices = train_setup.find_devices(config, processes)
     told = {name: value for name, value in config.flat().items() if name not in OF_A_PROCESS}
     same(resume=config.output.resume, **told)
@@ -172,7 +178,7 @@ def train(
     if finished is not None:
         console.print(f"{name}: finished already, see {folder}", soft_wrap=True, highlight=False)
         return finished
-    total_steps = steps or -(-len(task.train) // config.data.batch_size) * epochs
+    total_steps = train_setup.total_steps(config, len(task.train))
     partition = train_blocks.partition_of(config, chosen, task, devices, simulation, folder, console)
     trainer = Trainer(
         task.model,
@@ -192,11 +198,12 @@ def train(
     )
     left = lambda state: (steps - state.step) if steps else (epochs * len(task.train) - state.cursor)
     with trainer, stop_on_signals(trainer.stop) as interrupt:
-        state, seconds = beginning(config, trainer, trainer.init(task.model.params, task.model.model_state), folder)
+        state, before = beginning(config, trainer, trainer.init(task.model.params, task.model.model_state), folder)
         row_time = lambda: trainer.simulation and trainer.simulation.row_time
         told = "compiling" if state.step == 0 else f"compiling; goes on after step {state.step}"
         console.print(f"{name}: {len(devices)} workers, {told}", highlight=False)
         tracker = train_output.trackers(config, name, folder, state.step)
+        follow = watch.Follow(tracker, **before)
         saver = checkpoint.Saver(
             folder / CHECKPOINTS,
             trainer,
@@ -204,13 +211,14 @@ def train(
             seconds=config.output.save_every,
             keep=config.output.keep,
             extra=lambda record: {
-                "seconds": seconds + record.seconds,
+                "seconds": follow.seconds + record.seconds,
+                "plan_changes": follow.plan_changes,
                 "row_time": row_time(),
                 "config": config.flat(),
             },
         )
         takeover = Takeover(config, folder, replaces, partition)
-        hooks = [takeover, watch.Follow(tracker, seconds=seconds), saver, interrupt]
+        hooks = [takeover, follow, saver, interrupt]
         hooks += [watch.Progress(name, console=console), *([] if heart is None else [heart])]
         history = History(engine=chosen.engine.name, workers=len(devices))
         with train_output.log_file(folder, "a" if state.step else "w"), saver:
@@ -238,7 +246,7 @@ def train(
         history.ideal_samples_per_s = sum(ideals) if all(ideals) else None
     if jax.process_index() != 0:
         return {"row_time": row_time()}
-    summary = train_output.summary(chosen, folder, history, tested, int(state.cursor)) | {
+    summary = train_output.summary(chosen, folder, history, tested, state, follow.seconds, follow.plan_changes) | {
         "row_time": row_time(),
         "last_step": int(state.step),
         "cursor": int(state.cursor),
@@ -248,20 +256,19 @@ def train(
     return summary
 
 
-def beginning(config: Config, trainer: Trainer, fresh: State, folder: Path) -> tuple[State, float]:
-    """The state to start from and the seconds already spent: nothing, or what the last checkpoint says."""
-    if not config.output.resume:
-        return fresh, 0.0
-    found = checkpoint.restore_latest(folder / CHECKPOINTS, fresh, trainer)
+def beginning(config: Config, trainer: Trainer, fresh: State, folder: Path) -> tuple[State, dict[str, Any]]:
+    """The state to start from, and what is counted on from the last checkpoint, if there is one."""
+    found = checkpoint.restore_latest(folder / CHECKPOINTS, fresh, trainer) if config.output.resume else None
     if found is None:
-        return fresh, 0.0
+        return fresh, {}
     if config.optimiser.schedule == "cosine":
         saved = train_config.with_values(config, found.extra.get("config", {}))
         was, now = train_setup.length(saved), train_setup.length(config)
         train_output.warn_of_new_length(was, now, found.state.step)
     if trainer.simulation is not None:
         trainer.simulation.row_time = found.extra.get("row_time")
-    return found.state, found.extra.get("seconds", 0.0)
+    before = {"seconds": found.extra.get("seconds", 0.0), "plan_changes": found.extra.get("plan_changes", 0)}
+    return found.state, before
 
 
 if __name__ == "__main__":

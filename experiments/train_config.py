@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import runpy
+import traceback
+import types
+import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -279,6 +283,46 @@ def with_values(base: Config, values: dict[str, Any]) -> Config:
     return base
 
 
+def saved(path: Path, base: Config) -> Config:
+    """The configuration that an earlier run wrote, over a base for what it does not name."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError("it holds no object")
+        found = with_values(base, values)
+        check_types(found)
+    except (ValueError, TypeError, OSError, RecursionError) as error:
+        raise ValueError(f"{path} is no configuration of a run ({error}): start a new run without --resume.") from error
+    return found
+
+
+def check_types(config: Config) -> None:
+    """Refuse values that flags could not have given: tyro leaves those of a file as they are."""
+    for group in _groups():
+        part = getattr(config, group.name)
+        for name, kind in typing.get_type_hints(type(part)).items():
+            if not _is_a(value := getattr(part, name), kind):
+                raise ValueError(f"{name} is {value!r}, expected {' or '.join(_kinds(kind))}")
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        return any(_is_a(value, part) for part in typing.get_args(kind))
+    if typing.get_origin(kind) is Literal:
+        return value in typing.get_args(kind)
+    if kind in (int, float):
+        return isinstance(value, int if kind is int else int | float) and not isinstance(value, bool)
+    return isinstance(value, kind)
+
+
+def _kinds(kind: Any) -> list[str]:
+    """The names of the types, or the values, that a field may have."""
+    parts = typing.get_args(kind)
+    if not parts:
+        return ["None" if kind is type(None) else getattr(kind, "__name__", repr(kind))]
+    return [name for part in parts for name in _kinds(part)]
+
+
 def check_same_run(saved: Config, now: Config, folder: Path) -> None:
     """A resumed run may move to other devices, be longer or shared out otherwise, but stays the same training."""
     kept = [f.name for part in (Data, Model, Optimiser) for f in dataclasses.fields(part)] + ["seed"]
@@ -297,9 +341,19 @@ def named(name: str) -> Config:
     if not path.is_file():
         known = ", ".join(names()) or "none"
         raise ValueError(f"There is no experiment {name!r} ({path}). Known: {known}; or give the path of a .py file.")
-    found = runpy.run_path(str(path)).get("CONFIG")
+    try:
+        found = runpy.run_path(str(path)).get("CONFIG")
+    except (Exception, SystemExit) as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        line = getattr(error, "lineno", None) or (lines[-1] if lines else "?")
+        said = error.msg if isinstance(error, SyntaxError) else error
+        raise ValueError(f"{path}, line {line}: {type(error).__name__}: {said}. Correct that file.") from error
     if not isinstance(found, Config):
         raise ValueError(f"{path} defines no CONFIG = Config(...): see experiments/configs for examples.")
+    try:
+        check_types(found)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}.") from None
     return dataclasses.replace(found, config=name)
 
 
@@ -325,10 +379,11 @@ def one_length(arguments: Sequence[str], default: Config) -> Config:
 
 
 def before_flags(arguments: Sequence[str], flag: str) -> str | None:
-    """The value of a flag that decides what the others start from."""
+    """The value of a flag that decides what the others start from; where it is given twice the last one counts."""
+    found = None
     for place, argument in enumerate(arguments):
         if argument == flag and place + 1 < len(arguments):
-            return arguments[place + 1]
-        if argument.startswith(f"{flag}="):
-            return argument.partition("=")[2]
-    return None
+            found = arguments[place + 1]
+        elif argument.startswith(f"{flag}="):
+            found = argument.partition("=")[2]
+    return found

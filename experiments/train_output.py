@@ -19,6 +19,7 @@ from train_config import Config
 from hetjax import checkpoint, watch
 from hetjax.history import History
 from hetjax.presets import Choice
+from hetjax.run.update import State
 
 log = logging.getLogger("hetjax")
 SAME_STEPS = 10  # later the optimiser has blown up the rounding of sums in another order
@@ -68,27 +69,35 @@ def trackers(config: Config, name: str, folder: Path, done: int) -> watch.Tracke
     return watch.Composite(*told)
 
 
-def summary(chosen: Choice, folder: Path, history: History, tested: dict[str, float], cursor: int) -> dict[str, Any]:
-    """What the run came to: counted over all its parts by its metrics, the rest from the last part.
+def summary(
+    chosen: Choice,
+    folder: Path,
+    history: History,
+    tested: dict[str, float],
+    state: State,
+    seconds: float,
+    plan_changes: int,
+) -> dict[str, Any]:
+    """What the run came to: steps, samples, seconds and plan changes of all its parts, the rest from the last part.
 
-    The metrics of daso are about the workers of the first process; the cursor counts the samples of all.
+    The history of daso is about the workers of the first process; the state's cursor counts the samples of all.
     """
-    run, last = watch.read_run(folder), history.summary()
-    wall, ideal = float(np.nansum(run.step_time_S)), last["ideal_samples_per_s"]
-    samples = cursor if chosen.sync.name == "daso" else int(np.nansum(run.counts_SxW))
+    last, samples = history.summary(), int(state.cursor)
+    wall, ideal = seconds + last["wall_s"], last["ideal_samples_per_s"]
+    if last["final_loss"] is None:  # every step was made before it was resumed
+        last["final_loss"] = float(watch.read_run(folder).loss_S[-1])
     return {
         "strategy": chosen.name,
         **last,
         "controller": chosen.controller.name if chosen.sync.stepped else "none",
         "partition": chosen.partition_name,
         "sync": chosen.sync.name,
-        "steps": run.steps,
+        "steps": int(state.step),
         "samples": samples,
         "wall_s": wall,
         "samples_per_s": samples / wall,
         "efficiency": samples / wall / ideal if ideal else None,
-        "final_loss": float(run.loss_S[-1]),
-        "plan_changes": len(run.changes),
+        "plan_changes": plan_changes,
         "test_accuracy": tested["accuracy"],
         "test_loss": tested["loss"],
     }
@@ -141,7 +150,9 @@ def show_table(summaries: list[tuple[str, dict[str, Any]]], console: Console) ->
 def show_comparison(summaries: list[tuple[str, dict[str, Any]]], folder: Path, console: Console) -> None:
     """How much faster, and that it is the same training: the losses step by step."""
     (_, equal), (_, balanced) = summaries
-    losses = [watch.read_run(folder / name).loss_S[:SAME_STEPS] for name, _ in summaries]
+    runs = [watch.read_run(folder / name) for name, _ in summaries]
+    both = np.intersect1d(*(run.step_S[run.step_S <= SAME_STEPS] for run in runs))  # long runs do not keep all steps
+    losses = [run.loss_S[np.isin(run.step_S, both)] for run in runs]
     apart = float(np.max(np.abs(losses[0] - losses[1])))
     faster = balanced["samples_per_s"] / equal["samples_per_s"]
     told = f"balanced is {faster:.2f}x as fast, and the same training: over the first {len(losses[0])} steps"

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from train_config import Config
 
+from hetjax.arguments import MOST_SAMPLES, MOST_SEED, number, whole
 from hetjax.devices import devices_of_all, fake_devices, said_by_environment
 from hetjax.launch.variables import PROCESSES
 from hetjax.presets import Choice
@@ -21,6 +22,7 @@ from hetjax.sync import Sync
 from hetjax.task import Task, make_task
 
 DEFAULT_EPOCHS = 24
+MOST_STEPS = 2**31 - 1
 LEARNING_RATES = {"mlp": 3e-3, "cnn": 1e-2, "resnet": 1e-2, "transformer": 2e-3}
 DROPOUTS = {"mlp": 0.2, "cnn": 0.2, "transformer": 0.1}
 LEAST_ROW_TIME_MS = 0.4
@@ -84,14 +86,38 @@ def make_task_of(config: Config) -> Task:
     )
 
 
+def check_flags(config: Config) -> None:
+    """Refuse numbers that make no sense, and a folder that is none, before anything is made of them."""
+    data, learns = config.data, config.optimiser
+    for flag, value, least, most in (
+        ("--batch-size", data.batch_size, 1, MOST_SAMPLES),
+        ("--steps", data.steps, 1, MOST_STEPS),
+        ("--epochs", data.epochs, 1, MOST_STEPS),
+        ("--width", config.model.width, 1, None),
+        ("--seed", config.output.seed, 0, MOST_SEED),
+        ("--save-steps", config.output.save_steps, 1, None),
+        ("--keep", config.output.keep, 1, None),
+    ):
+        if value is not None:
+            whole(flag, value, least, most)
+    for flag, value, limit in (
+        ("--learning-rate", learns.learning_rate, {"least": 0}),
+        ("--weight-decay", learns.weight_decay, {"least": 0}),
+        ("--clip", learns.clip, {"above": 0}),
+        ("--ema", learns.ema, {"least": 0}),
+        ("--dropout", config.model.dropout, {"least": 0}),
+    ):
+        if value is not None:
+            number(flag, value, **limit)
+    if config.folder.exists() and not config.folder.is_dir():
+        raise ValueError(f"--out is {config.folder}, which is a file: expected a folder, or a name for a new one.")
+
+
 def duration(config: Config) -> tuple[int | None, int]:
     """Steps if they were given, and epochs."""
     steps, epochs = config.data.steps, config.data.epochs
     if steps is not None and epochs is not None:
         raise ValueError(f"--steps {steps} and --epochs {epochs} both say how long to train: give one of them.")
-    for flag, value in (("--steps", steps), ("--epochs", epochs), ("--batch-size", config.data.batch_size)):
-        if value is not None and value < 1:
-            raise ValueError(f"{flag} is {value}: give at least 1.")
     return steps, epochs or DEFAULT_EPOCHS
 
 
@@ -99,6 +125,12 @@ def length(config: Config) -> str:
     """How long to train, as the flag that says it."""
     steps, epochs = duration(config)
     return f"--epochs {epochs}" if steps is None else f"--steps {steps}"
+
+
+def total_steps(config: Config, samples: int) -> int:
+    """The steps of the whole training; the optimizer counts them in 32 bits."""
+    steps, epochs = duration(config)
+    return whole("The number of steps", steps or -(-samples // config.data.batch_size) * epochs, 1, MOST_STEPS)
 
 
 def optimizer(config: Config, steps: int, *, scheduled: bool = True) -> optax.GradientTransformation:
@@ -186,8 +218,6 @@ def model_options(config: Config) -> dict[str, Any]:
     """The options of the model's constructor that flags stand for."""
     asked, options = config.model, dict[str, Any]()
     if asked.width is not None:
-        if asked.width < 1:
-            raise ValueError(f"--width is {asked.width}: give at least 1.")
         wide = asked.width
         options |= {"mlp": {"hidden": (wide, wide)}, "cnn": {"widths": (wide, 2 * wide)}}.get(
             asked.model, {"width": wide}

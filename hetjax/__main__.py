@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except AssertionError as failed:
         print(f"failed: {failed}", file=sys.stderr)
         return 1
-    except (ValueError, TypeError, OSError, ImportError) as error:
+    except (ValueError, TypeError, OSError, ImportError, MemoryError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from hetjax import blocks_report
+from hetjax.arguments import MOST_SEED, whole
 from hetjax.data import RowSource, load
 from hetjax.data.npz import npz_samples
 from hetjax.plan.blocks import Blocks, checked_rates, class_balanced_blocks, random_blocks
@@ -17,6 +18,8 @@ from hetjax.plan.submodular import OBJECTIVES, RULES, recut, submodular_blocks
 from hetjax.plan.submodular.cut import chosen_rule
 from hetjax.source_blocks import check_same_data, fingerprint, named_features, read_classes, read_features
 from hetjax.watch.bar import progress_bar
+
+MOST_WORKERS = 1024  # each has a line in the table and a color in the picture
 
 
 def cut(
@@ -36,12 +39,18 @@ def cut(
 ) -> None:
     """Cut anew, or re-cut an old partition, and tell everything about it."""
     rates_W = checked_rates(rates)
+    whole("--seed", seed, 0, MOST_SEED)
+    if out.is_dir() or not out.parent.is_dir():
+        why = "is a folder" if out.is_dir() else f"has to go into {out.parent}, and there is no such folder"
+        raise ValueError(f"--out {out} {why}: give the path of a file in a folder that exists.")
     before = None if old is None else Blocks.load(old)
     if before is not None:
         given = {"objective": objective, "rule": rule, "bandwidth": bandwidth, "pseudo-classes": pseudo_classes}
         features = _settled(before, f"{old}", features, {**given, "compare": compare or None})
     features = features or "pca"
     source = _samples(dataset)
+    if len(rates) > len(source):
+        raise ValueError(f"There are {len(rates):,} workers for {len(source):,} samples: give at most one for each.")
     data = fingerprint(source)
     if before is not None:
         check_same_data(before, data, f"{old}")
@@ -88,13 +97,13 @@ def cut(
 def parse_rates(text: str | None, workers: int) -> list[float]:
     """The rates that --rates or --workers say."""
     if text is None:
-        if workers < 1:
-            raise ValueError(f"--workers is {workers}: give at least 1.")
-        return [1.0] * workers
+        return [1.0] * whole("--workers", workers, 1, MOST_WORKERS)
     try:
-        return [float(part) for part in text.split(",")]
+        rates = [float(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(f"--rates is {text!r}: expected numbers with commas between, such as 4,2,1,1.") from None
+    whole("The number of --rates", len(rates), 1, MOST_WORKERS)
+    return rates
 
 
 def _settled(before: Blocks, path: str, features: str | None, given: Mapping[str, Any]) -> str:

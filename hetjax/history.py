@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from hetjax.thinning import Thinning
+
 if TYPE_CHECKING:
     from hetjax.plan.sampler import PlannedStep
     from hetjax.run.layout import Report
@@ -69,6 +71,11 @@ class Record:
         )
 
     @property
+    def event(self) -> bool:
+        """Whether something happened at this step that a thinned history should still show."""
+        return self.changed or bool(self.nonfinite)
+
+    @property
     def samples_per_s(self) -> float:
         return float(self.counts_W.sum()) / self.step_time if self.step_time > 0 else float("nan")
 
@@ -99,15 +106,44 @@ class Record:
             "changed": self.changed,
             "reason": self.reason,
             "metrics": self.metrics,
+            **({"nonfinite": list(self.nonfinite)} if self.nonfinite else {}),
             **self.more,
         }
 
 
 @dataclass
-class History:
-    """All records of a call to `fit`, and what the run as a whole came to."""
+class Totals:
+    """Sums over all steps of a run, whether their records are kept or not."""
 
-    records: list[Record] = field(default_factory=list)
+    steps: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+    plan_changes: int = 0
+    timed_samples_W: np.ndarray | float = 0.0
+    timed_seconds_W: np.ndarray | float = 0.0
+
+    def add(self, record: Record) -> None:
+        """Count one more step."""
+        timed_W = ~np.isnan(record.times_W)
+        self.steps += 1
+        self.samples += int(record.counts_W.sum())
+        self.seconds += record.step_time
+        self.plan_changes += record.changed
+        self.timed_samples_W = self.timed_samples_W + np.where(timed_W, record.counts_W, 0)
+        self.timed_seconds_W = self.timed_seconds_W + np.where(timed_W, record.times_W, 0.0)
+
+
+@dataclass
+class History:
+    """The records of a call to `fit`, and what the run as a whole came to.
+
+    All records are kept up to 20,000 steps. Beyond that `records`, and with them `losses` and `counts`, are thinned out
+    to an evenly spread half of the steps, then a quarter, and so on; the first and the last record stay, and so do
+    steps at which the plan changed or a value was not finite, as long as these are few. `totals` and `summary()` count
+    every step.
+    """
+
+    records: list[Record] = field(default_factory=list, init=False)
     ideal_samples_per_s: float | None = None
     engine: str = ""
     transport: str = ""
@@ -118,6 +154,17 @@ class History:
     data_wait_s: float = 0.0
     overruns: int = 0
     more: dict[str, Any] = field(default_factory=dict)  # what else a sync has to tell, as plain JSON values
+    totals: Totals = field(default_factory=Totals, init=False)
+    thinning: Thinning = field(default_factory=Thinning, repr=False)
+
+    def add(self, record: Record) -> None:
+        """Append the record of a finished step, in place of the last one if that is not to be kept."""
+        self.totals.add(record)
+        if len(self.records) > 1 and not self.thinning.keeps(self.records[-1].step, self.records[-1].event):
+            self.records.pop()
+        self.records.append(record)
+        if len(self.records) > self.thinning.limit:
+            self.records[:] = self.thinning.thin(self.records, lambda record: (record.step, record.event))
 
     @property
     def losses(self) -> list[float]:
@@ -130,17 +177,17 @@ class History:
 
     def own_rates(self) -> float | None:
         """The ideal with real speeds: each worker's samples over its own local seconds, added up."""
-        counts, times = self.counts.astype(float), np.array([record.times_W for record in self.records])
-        seconds_W = np.nansum(times, axis=0)
-        samples_W = np.where(np.isnan(times), 0, counts).sum(axis=0)
+        samples_W, seconds_W = np.atleast_1d(self.totals.timed_samples_W), np.atleast_1d(self.totals.timed_seconds_W)
         rate_W = np.divide(samples_W, seconds_W, out=np.zeros_like(seconds_W), where=seconds_W > 0)
         return float(rate_W.sum()) or None
 
     def samples_per_s(self, skip: int = 0) -> float:
-        """Throughput over the run, the first `skip` steps aside."""
-        part = self.records[skip:]
-        seconds = sum(record.step_time for record in part)
-        return sum(int(record.counts_W.sum()) for record in part) / seconds if seconds > 0 else float("nan")
+        """Throughput over the run, the first `skip` records aside."""
+        samples, seconds = self.totals.samples, self.totals.seconds
+        if skip and self.records:
+            before, last = self.records[:skip][-1], self.records[-1]
+            samples, seconds = last.samples - before.samples, last.seconds - before.seconds
+        return samples / seconds if seconds > 0 else float("nan")
 
     def summary(self) -> dict[str, Any]:
         wall = self.records[-1].seconds if self.records else 0.0
@@ -150,14 +197,14 @@ class History:
             "engine": self.engine,
             "transport": self.transport,
             "workers": self.workers,
-            "steps": len(self.records),
-            "samples": sum(int(record.counts_W.sum()) for record in self.records),
+            "steps": self.totals.steps,
+            "samples": self.totals.samples,
             "wall_s": wall,
             "samples_per_s": rate,
             "ideal_samples_per_s": self.ideal_samples_per_s,
             "efficiency": rate / self.ideal_samples_per_s if self.ideal_samples_per_s else None,
             "final_loss": self.losses[-1] if self.records else None,
-            "plan_changes": sum(record.changed for record in self.records),
+            "plan_changes": self.totals.plan_changes,
             "recompiles_after_warmup": self.recompiles_after_warmup,
             "data_wait_share": self.data_wait_s / wall if wall else 0.0,
             "overruns": self.overruns,

@@ -43,7 +43,7 @@ class Recorder:
 
     def append(self, record: Record) -> None:
         """The same for the history alone."""
-        self.history.records.append(record)
+        self.history.add(record)
         samples = int(record.counts_W.sum())
         if self.simulation is not None:
             self._samples, self._ideal_s = self._samples + samples, self._ideal_s + samples / self.simulation.ideal()

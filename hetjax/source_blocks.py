@@ -89,7 +89,7 @@ def read_features(source: Source, features: str | Embedding = "pca") -> np.ndarr
     """One row of numbers per sample: its input flat, or principal components of it, or what a function makes of it."""
     if callable(features):
         return flat_features(_read(source, features), "The embedding")
-    kind, _, count = features.partition(":")
+    kind, _, count = str(features).partition(":")
     if kind not in ("raw", "pca") or (count and (kind == "raw" or not count.isdigit())):
         raise ValueError(f"There are no features {features!r}. Choose raw, pca, pca:COMPONENTS or MODULE:FUNCTION.")
     raw_DxF = flat_features(_read(source, _inputs), "The inputs")

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 from hetjax import presets
+from hetjax.arguments import MOST_SAMPLES, MOST_SEED, number, whole
 from hetjax.batches import HostBatch, as_batch, check_rows, ends_together, sample_of
 from hetjax.calibration import calibrate
 from hetjax.data.rows import Rows
@@ -21,8 +22,8 @@ from hetjax.nonfinite import NonFiniteError, NonFinitePolicy
 from hetjax.pipeline import Finished, LiveState, Pipeline, Requests
 from hetjax.plan.allocation import solve
 from hetjax.plan.controllers.protocol import Controller, Plan
-from hetjax.plan.limits import check_quantum
 from hetjax.plan.sampler import PlannedStep, Span
+from hetjax.run import memory
 from hetjax.run.agree import digest, same
 from hetjax.run.clocks import no_hold
 from hetjax.run.engines import Engine, EngineSpec
@@ -33,7 +34,7 @@ from hetjax.run.optimizer import check_optimizer, check_params, init_optimizer
 from hetjax.run.reduce import make_reduce
 from hetjax.run.session import Session, open_session, shapes
 from hetjax.run.simulate import Simulation, constant, of_survivors
-from hetjax.run.update import State, running_average, unchanged
+from hetjax.run.update import State, check_state, running_average, unchanged
 from hetjax.run.workers import Workers
 from hetjax.sync import Sync
 from hetjax.sync.protocol import Rule, Setting
@@ -119,13 +120,12 @@ class Step:
         if not callable(loss_fn):
             raise TypeError(f"loss_fn must be a function of (params, batch, keys), got {type(loss_fn).__name__}.")
         check_optimizer(optimizer)
-        if not isinstance(batch_size, int | np.integer) or batch_size < 1:
-            raise ValueError(
-                f"batch_size is the number of samples per step over all workers, at least 1; got {batch_size!r}."
-            )
+        for name, function in (("eval_fn", eval_fn), ("advance", advance)):
+            if function is not None and not callable(function):
+                raise TypeError(f"{name} is {function!r}: expected a function, or None for the usual one.")
         if transport not in ("auto", "psum", "hub"):
             raise ValueError(f"Unknown transport {transport!r}: use 'auto', 'psum' or 'hub'.")
-        if ema_decay is not None and not 0 <= ema_decay < 1:
+        if ema_decay is not None and not 0 <= number("ema_decay", ema_decay) < 1:
             raise ValueError(f"ema_decay must be at least 0 and below 1, got {ema_decay}.")
         chosen = presets.choose(strategy, controller=controller, sync=sync, engine=engine)
         if not chosen.sync.stepped:
@@ -134,20 +134,25 @@ class Step:
                 "batch. Use hetjax.Trainer with it."
             )
         self.loss_fn, self.eval_fn, self.optimizer = loss_fn, eval_fn or loss_fn, optimizer
-        self.batch_size, self.seed = int(batch_size), int(seed)
+        self.batch_size = whole("batch_size", batch_size, 1, MOST_SAMPLES)
+        self.seed = whole("seed", seed, 0, MOST_SEED)
         self.sync, self.engine_spec, self.transport = chosen.sync, chosen.engine, transport
         self.workers = self.sync.workers(devices)
         self.controller: Controller = presets.for_workers(chosen.controller, self.workers)
         self.capacity = capacity
-        self.quantum: int = check_quantum(quantum if quantum is not None else getattr(model, "quantum", 1))
+        self.quantum = whole("quantum", getattr(model, "quantum", 1) if quantum is None else quantum, 1, MOST_SAMPLES)
         self.advance, self.ema_decay = advance or running_average(), ema_decay
-        self.epoch_size, self.epochs = epoch_size, epochs
-        self.nonfinite, self.wait_limit = NonFinitePolicy(on_nonfinite, max_skips), wait_limit
+        self.epoch_size = None if epoch_size is None else whole("epoch_size", epoch_size, 1, MOST_SAMPLES)
+        self.epochs = None if epochs is None else whole("epochs", epochs, 1)
+        self.nonfinite = NonFinitePolicy(on_nonfinite, max_skips)
+        self.wait_limit = number("wait_limit", wait_limit, above=0)
         self.simulation = _simulation(speeds, len(self.workers))
         self.requests = Requests()
         self.limit = self.batch_size  # most samples of a step for these workers
-        if self.sync.by_node and capacity is not None:
-            self.limit = min(self.limit, int(per_worker("capacity", capacity, 0, self.workers).sum()))
+        capacity_W = per_worker("capacity", capacity, self.batch_size, self.workers)
+        per_worker("max_rows", self.engine_spec.max_rows, 1, self.workers)
+        if self.sync.by_node:
+            self.limit = min(self.limit, int(capacity_W.sum()))
         self._sessions: dict[bool, Session] = {}
         self._pipeline: Pipeline | None = None
         self._shares_W = np.ones(len(self.workers))
@@ -166,6 +171,7 @@ class Step:
             model_state: what the model carries from step to step, such as the statistics of BatchNorm.
         """
         check_params(params, self.sync.name)
+        memory.check_parameters(params, self.workers)
         ema = None if self.ema_decay is None else jax.tree.map(lambda p: p, params)
         return State(params, model_state, init_optimizer(self.optimizer, params), ema)
 
@@ -241,7 +247,10 @@ class Step:
 
     def export(self, state: AnyState) -> State:
         """The whole state as plain arrays, the optimizer's included: what a checkpoint holds."""
-        return state.whole() if isinstance(state, LiveState) else state
+        if isinstance(state, LiveState):
+            return state.whole()
+        check_state(state)
+        return state
 
     # -- for loops with a sampler --
 
@@ -256,7 +265,9 @@ class Step:
         """
         if self._pipeline is not None:
             self._pipeline.complete()
-        state = replace(state, step=int(state.step), cursor=int(state.cursor))  # a checkpoint may hold them as arrays
+        check_state(state)
+        step, cursor = whole("state.step", state.step, 0), whole("state.cursor", state.cursor, 0)
+        state = replace(state, step=step, cursor=cursor)  # a checkpoint may hold them as arrays
         if self.workers.several_processes or self.sync.by_node:
             self._check_alike(state)
         session = self.session(state, sample, train=True)
@@ -345,7 +356,7 @@ class Step:
         if (known := self._sessions.get(train)) is not None:
             if known.key == str(shape):
                 return known
-            known.close()
+            self._sessions.pop(train).close()  # what follows may fail, and a later call be right again
         if train:
             self._check_model(state, sample, sync)
         options: dict[str, Any] = {
@@ -406,7 +417,8 @@ class Step:
 
     def _live(self, state: AnyState, batch: HostBatch) -> LiveState:
         """The state, if it is the last one of the pipeline; a plain one is placed first."""
-        if isinstance(state, State):
+        if not isinstance(state, LiveState):
+            check_state(state)
             if self.epoch_size is None:
                 presets.check_without_epochs(self.controller)
             return self.open(state, sample_of(batch, self.sample_size(state)))

@@ -8,7 +8,9 @@ from typing import Any
 from flax import nnx
 
 from hetjax import models
+from hetjax.arguments import MOST_SEED, whole
 from hetjax.data import RowSource, load
+from hetjax.run import memory
 from hetjax.run.contract import Example
 from hetjax.run.from_flax import FlaxModel, from_nnx
 from hetjax.run.norm import BatchNorm
@@ -41,7 +43,10 @@ def make_task(
         if norm not in ("batch", "group"):
             raise ValueError(f"There is no norm {norm!r}: choose 'batch' or 'group'.")
         options["norm"] = BatchNorm if norm == "batch" else "group"
-    network = models.make(model, train.description, nnx.Rngs(seed), **options)
+    whole("seed", seed, 0, MOST_SEED)
+    make = lambda: models.make(model, train.description, nnx.Rngs(seed), **options)
+    _check_fits(model, nnx.eval_shape(make), train.description.classes)
+    network = make()
     if augment not in ("none", "shift"):
         raise ValueError(f"There is no augmentation {augment!r}: choose 'none' or 'shift'.")
     if augment == "shift" and len(train.description.input_shape) != 3:
@@ -49,6 +54,17 @@ def make_task(
     if train.description.vocab is not None:
         return Task(train, test, from_nnx(network, _text_loss))
     return Task(train, test, from_nnx(network, _shifted_image_loss if augment == "shift" else _image_loss))
+
+
+def _check_fits(name: str, shapes: nnx.Module, classes: int | None) -> None:
+    """Refuse a model whose parameters alone are more than the memory of this machine, before they are made."""
+    params, room = memory.size(nnx.state(shapes, nnx.Param)), memory.host()
+    if room is not None and params > room:
+        many = f", or renumber the labels, which make {classes:,} classes" if classes and classes > 10**6 else ""
+        raise ValueError(
+            f"The parameters of the {name} would take {memory.gib(params)}, and this machine has {memory.gib(room)} of "
+            f"memory. Use a smaller width{many}."
+        )
 
 
 def _image_loss(model: Any, example: dict[str, Any], rngs: nnx.Rngs | None) -> Example:

@@ -14,6 +14,7 @@ import optax
 
 from hetjax import presets
 from hetjax import sync as syncs
+from hetjax.arguments import MOST_SAMPLES, MOST_SEED, check_batch, check_hooks, whole
 from hetjax.batches import FeedBatch, as_batch, is_stream, sample_of
 from hetjax.calibration import calibrate
 from hetjax.data.feed import Feed
@@ -24,7 +25,6 @@ from hetjax.history import History, Record
 from hetjax.pipeline import LiveState
 from hetjax.plan.blocks import Blocks
 from hetjax.plan.controllers.protocol import Controller
-from hetjax.plan.limits import check_quantum
 from hetjax.plan.partition import BlockSampler, ProportionalSampler
 from hetjax.plan.sampler import Sampler
 from hetjax.recorder import Hook, Recorder
@@ -32,7 +32,7 @@ from hetjax.run.agree import digest, same
 from hetjax.run.engines import EngineSpec
 from hetjax.run.model_state import probe_indices
 from hetjax.run.optimizer import check_params
-from hetjax.run.update import State
+from hetjax.run.update import State, check_state
 from hetjax.step import Step
 from hetjax.sync import Sync
 from hetjax.sync.job import Job
@@ -48,7 +48,7 @@ class Trainer:
     Args:
         loss_fn: one loss per example, or a `hetjax.FlaxModel`; see `hetjax.Step`.
         optimizer: any optax optimizer.
-        batch_size: samples per step over all workers, constant.
+        batch_size: samples per step over all workers, constant; at most as many as the source has.
         strategy: a preset of the four axes below: 'balanced' (default), 'dbs', 'daso', 'hogbatch', ...
         controller: how many samples each worker gets: a name such as 'equal' or 'fixed:4,2,1,1', or an object.
         partition: which ones: 'global' (any samples of the batch for any worker), 'proportional' (shards, cut once an
@@ -81,7 +81,7 @@ class Trainer:
         seed: int = 0,
         **options: Any,
     ):
-        quantum = check_quantum(quantum if quantum is not None else getattr(loss_fn, "quantum", 1))
+        quantum = whole("quantum", getattr(loss_fn, "quantum", 1) if quantum is None else quantum, 1, MOST_SAMPLES)
         chosen = presets.choose(
             strategy, controller=controller, partition=partition, sync=sync, engine=engine, quantum=quantum
         )
@@ -90,7 +90,7 @@ class Trainer:
                 "The partition 'submodular' needs its blocks: make them from the data with hetjax.make_blocks(source, "
                 "rates) and give them as partition."
             )
-        self.sync, self.seed = chosen.sync, int(seed)
+        self.sync, self.seed = chosen.sync, whole("seed", seed, 0, MOST_SEED)
         self.partition = chosen.partition if isinstance(chosen.partition, str) else BlockSampler.partition
         self.blocks = chosen.partition if isinstance(chosen.partition, Blocks) else None
         self._capacity = capacity  # without a barrier, of single batches: it does not count in an evaluation
@@ -169,7 +169,12 @@ class Trainer:
         Returns:
             The state at the end, and the history of this call.
         """
+        check_hooks(hooks)
+        check_state(state)
         length = {"epochs": epochs, "steps": steps, "stop_at": stop_at}
+        for unit, count in length.items():
+            if count is not None:
+                whole(unit, count, 1)
         if is_stream(source):
             return self._fit_stream(state, source, length, hooks)
         source = as_source(source)
@@ -247,7 +252,7 @@ class Trainer:
     ) -> tuple[State, History]:
         """Train on batches as they come."""
         steps = length["steps"]
-        if length["epochs"] is not None or length["stop_at"] is not None or (steps is not None and steps < 1):
+        if length["epochs"] is not None or length["stop_at"] is not None:
             raise ValueError(
                 "A stream of batches has no known length: say how long to train with steps, at least 1, or leave it "
                 "out to train until the stream ends. For epochs give a source with __len__ and __getitem__."
@@ -317,6 +322,7 @@ class Trainer:
             state: as `fit` returned it.
             source: as in `fit`, or the batches themselves.
         """
+        check_state(state)
         if is_stream(source):
             return self.step.evaluate(self.answer(state), source)
         source = as_source(source)
@@ -376,9 +382,9 @@ class Trainer:
 
     def _end(self, cursor: int, sampler: Any, length: Mapping[str, int | None]) -> int:
         given = {name: n for name, n in length.items() if n is not None}
-        if len(given) != 1 or next(iter(given.values())) < 1:
+        if len(given) != 1:
             raise ValueError(
-                f"Say how long to train with exactly one of epochs, steps or stop_at, at least 1; got {given or None}."
+                f"Say how long to train with exactly one of epochs, steps or stop_at; got {', '.join(given) or 'none'}."
             )
         ((unit, count),) = given.items()
         if unit == "stop_at":
@@ -389,6 +395,7 @@ class Trainer:
         return cursor + sampler.size * count if by_samples is None else by_samples
 
     def _make_sampler(self, samples: int) -> Any:
+        check_batch(self.batch_size, samples)
         if self.blocks is None:
             kind = {"global": Sampler, "proportional": ProportionalSampler}[self.partition]
             return kind(samples, self.batch_size, self.seed)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from hetjax.devices import fake_devices, said_by_environment
+from hetjax.devices import fake_devices, most_fake_devices, said_by_environment
 
 
 def test_what_the_environment_says(monkeypatch):
@@ -23,8 +23,19 @@ def test_no_more_devices_than_there_are():
     assert len(fake_devices(3)) == 3
     with pytest.raises(ValueError, match="9 devices were asked for, but there are 8"):
         fake_devices(9)
-    with pytest.raises(ValueError, match="at least 1"):
-        fake_devices(0)
+    for wrong in (0, -1, 1.5, True, "2"):
+        with pytest.raises((ValueError, TypeError), match=r"The number of devices is .* at least 1"):
+            fake_devices(wrong)
+
+
+def test_a_cpu_is_not_split_into_more_devices_than_it_has_memory_maps_for(monkeypatch):
+    with pytest.raises(ValueError, match=r"1,000 devices were asked for, but a CPU can be split into .*max_map_count"):
+        fake_devices(1000)
+    assert 4 <= most_fake_devices() <= 256
+    monkeypatch.setattr("hetjax.devices.most_fake_devices", lambda: 7)
+    assert len(fake_devices(7)) == 7
+    with pytest.raises(ValueError, match="8 devices were asked for, but a CPU can be split into 7"):
+        fake_devices()
 
 
 @pytest.mark.parametrize(("flags", "count", "found"), [("", "3", 3), ("", "", 4), ("2", "", 2)])

@@ -11,6 +11,7 @@ import pytest
 import hetjax
 
 PACKAGE = Path(hetjax.__file__).parent
+BOTTOM = {"arguments", "thinning"}  # anyone may import these, and they import nothing of hetjax
 MAY_IMPORT = {
     "plan": {"plan"},
     "data": {"data"},
@@ -56,9 +57,13 @@ def test_a_part_imports_only_what_lies_below_it(part):
         f"{path.relative_to(PACKAGE)} imports {name}"
         for path in [*(PACKAGE / part).rglob("*.py"), *PACKAGE.glob(f"{part}.py")]
         for name in imported(path)
-        if name.split(".")[1] not in MAY_IMPORT[part]
+        if name.split(".")[1] not in MAY_IMPORT[part] | BOTTOM
     }
     assert not wrong
+
+
+def test_the_bottom_imports_nothing_of_hetjax():
+    assert not set().union(*(imported(PACKAGE / f"{part}.py") for part in BOTTOM))
 
 
 def test_nothing_in_plan_mentions_jax():

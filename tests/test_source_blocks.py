@@ -157,14 +157,27 @@ def test_the_command_cuts_compares_and_cuts_again(tmp_path, capsys):
 
 
 def test_the_command_explains_mistakes(tmp_path, capsys):
+    few = tmp_path / "few.npz"
+    np.savez(few, x=np.zeros((40, 3), np.float32), y=np.arange(40) % 2)
     for arguments, sentence in (
         (["digits", "--rates", "fast"], "expected numbers with commas"),
         (["digits", "--workers", "0"], "at least 1"),
+        (["digits", "--workers", "999999999999"], "--workers is 999999999999: expected a whole number"),
+        (["digits", "--rates", ",".join(["1"] * 2000)], "The number of --rates is 2000"),
+        (["digits", "--seed=-1"], "--seed is -1"),
+        ([f"npz:{few}", "--workers", "50"], "There are 50 workers for 32 samples"),
         (["digits", "--rule", "best"], "There is no rule 'best'"),
         (["text"], "without 'image'"),
         (["digits", "--recut", str(tmp_path / "none.npz")], "There is no file"),
     ):
         assert main(["partition", *arguments, "--out", str(tmp_path / "b.npz")]) == 2
+        assert sentence in capsys.readouterr().err
+
+
+def test_where_the_blocks_go_is_looked_at_before_they_are_cut(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("hetjax.blocks_command.submodular_blocks", None)
+    for out, sentence in ((tmp_path / "nowhere" / "b.npz", "there is no such folder"), (tmp_path, "is a folder")):
+        assert main(["partition", "digits", "--out", str(out)]) == 2
         assert sentence in capsys.readouterr().err
 
 

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import jax
 
+from hetjax.arguments import whole
 from hetjax.checkpoint.arrays import load
 from hetjax.checkpoint.contents import fill
 from hetjax.checkpoint.folder import prepare, write
@@ -74,9 +75,11 @@ class Saver:
         extra: Callable[[Record], Mapping[str, Any]] = lambda record: {},
         wait_limit: float = 600.0,
     ):
-        for name, value in (("steps", steps), ("seconds", seconds), ("keep", keep)):
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} of the checkpoints is {value}: give more than 0.")
+        if steps is not None:
+            whole("steps of the checkpoints", steps, 1)
+        if seconds is not None and not seconds > 0:
+            raise ValueError(f"seconds of the checkpoints is {seconds}: give more than 0.")
+        whole("keep of the checkpoints", keep, 1)
         self.folder, self.trainer, self.steps, self.seconds = Path(folder).resolve(), trainer, steps, seconds
         self.keep, self.extra, self.wait_limit = keep, extra, wait_limit
         self.last: Path | None = None  # the newest that is whole on the disk

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from hetjax.data.source import Description, RowSource, Source
+from hetjax.data.source import NUMBERS, Description, RowSource, Source
+
+_MOST_LABEL = 2**31 - 2  # labels are 32-bit integers, and so is the number of classes
 
 
 class MemorySource(RowSource):
@@ -33,6 +35,9 @@ class MemorySource(RowSource):
             raise ValueError(f"A source in memory needs arrays with the same number of rows, but got {lengths}.")
         if unknown := sorted(self.scale.keys() - self.arrays.keys()):
             raise ValueError(f"scale names {unknown}, but the arrays are {sorted(self.arrays)}.")
+        for name, values in self.arrays.items():
+            if values.dtype.kind not in NUMBERS:
+                raise TypeError(f"The array {name!r} is {values.dtype}, not numbers: a model cannot be fed with it.")
         self._length = next(len(values) for values in self.arrays.values())
         if description is None:
             first = next(iter(self.arrays.values()))
@@ -74,6 +79,8 @@ def labelled_images(
         )
     if len(label) == 0:
         raise ValueError(f"{origin}: there are no samples in it.")
+    if image.size == 0:
+        raise ValueError(f"{origin}: the inputs have the shape {image.shape}: there is nothing to learn from.")
     check_labels(label, classes, origin)
     if image.dtype != np.uint8:
         if image.dtype.kind not in "iufb":
@@ -93,6 +100,11 @@ def check_labels(label: np.ndarray, classes: int, origin: str) -> None:
     """Refuse labels that are no integers or outside 0 .. classes - 1, naming the file and the first bad row."""
     if not np.issubdtype(label.dtype, np.integer):
         raise TypeError(f"{origin}: labels are {label.dtype}; expected integers from 0 to {classes - 1}.")
+    if label.size and label.max() > _MOST_LABEL:
+        raise ValueError(
+            f"{origin}: the label of sample {np.argmax(label)} is {label.max()}, above {_MOST_LABEL:,}. Renumber the "
+            "labels from 0."
+        )
     wrong = np.flatnonzero((label < 0) | (label >= classes))
     if wrong.size:
         raise ValueError(

@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+NUMBERS = "biufcV"  # kinds of dtype that a model can be fed with; V: bfloat16 and its like
 Batch = Any  # a tree (dict, possibly nested, or tuple) of arrays with one leading axis, the rows
 
 
@@ -98,7 +99,7 @@ def _stack(samples: list[Any], places: list[int], path: str) -> Any:
         return tuple(_stack([s[i] for s in samples], places, f"{path}[{i}]") for i in range(len(first)))
     leaves = [np.asarray(sample) for sample in samples]
     for leaf, place in zip(leaves, places, strict=True):
-        if leaf.dtype.kind not in "biufcV":  # V: bfloat16 and its like
+        if leaf.dtype.kind not in NUMBERS:
             raise TypeError(f"Sample {place}{path} is {leaf.dtype}, not numbers: a model cannot be fed with it.")
         if leaf.shape != leaves[0].shape or leaf.dtype != leaves[0].dtype:
             raise _differ(place, places[0], path, _form(leaf), _form(leaves[0]))

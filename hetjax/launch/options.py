@@ -119,6 +119,8 @@ def _cores(flag: str, text: str, processes: int) -> tuple[float, ...]:
         raise ValueError(f"{flag} gives {len(cores_P)} quotas for {processes} processes: give one for each.")
     for cores in cores_P:
         check_cores(cores)
+        if cores > (here := len(os.sched_getaffinity(0))):
+            raise ValueError(f"{flag} gives a process {cores:g} cores, and there are {here} here: give at most {here}.")
     return cores_P
 
 

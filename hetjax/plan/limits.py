@@ -7,18 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-
-def check_quantum(quantum: int) -> int:
-    """The quantum, if it is a whole number of at least 1.
-
-    Raises:
-        ValueError: If it is anything else.
-    """
-    if isinstance(quantum, bool) or not isinstance(quantum, int | np.integer) or quantum < 1:
-        raise ValueError(
-            f"quantum is {quantum!r}: counts are multiples of it, so give a whole number of at least 1, or None."
-        )
-    return int(quantum)
+from hetjax.arguments import whole
 
 
 @dataclass(frozen=True)
@@ -75,7 +64,7 @@ class Limits:
                 f"Limits got {workers} capacities, {len(self.minimum_W)} minimums and {len(self.kind_W)} kinds; "
                 "give one of each per worker."
             )
-        check_quantum(self.quantum)
+        whole("quantum", self.quantum, 1)
         if np.min(self.kind_W) < 0 or np.max(self.kind_W) >= kinds:
             raise ValueError(
                 f"kind_W names kind {np.max(self.kind_W)} but there are {kinds} staircases; add the missing one."

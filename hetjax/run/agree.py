@@ -47,13 +47,18 @@ def same(**values: Any) -> None:
     """Refuse to go on where processes differ in one of these JSON values, naming it and them."""
     said = gather(values)
     for name in values:
-        odd = [process for process, theirs in enumerate(said) if theirs[name] != said[0][name]]
+        odd = [process for process, theirs in enumerate(said) if not _equal(theirs[name], said[0][name])]
         if odd:
             raise ValueError(
                 f"Process {', '.join(map(str, odd))} differs from process 0 in its {name.replace('_', ' ')}: "
                 f"{_short(said[odd[0]][name])} instead of {_short(said[0][name])}. Start all processes with the same "
                 "code, flags and data."
             )
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Of JSON values, where NaN equals NaN: both processes were given the same."""
+    return a == b or json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)
 
 
 def digest(tree: Any) -> str:

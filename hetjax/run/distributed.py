@@ -9,6 +9,7 @@ processes find each other is said in a sentence within seconds, where JAX itself
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -75,7 +76,7 @@ def initialise(
     place = find_place(coordinator, processes, process, os.environ)
     if place.processes == 1:
         return place
-    if not start_limit > 0:
+    if not 0 < start_limit < math.inf:
         raise ValueError(f"The limit on the start is {start_limit} s: give more than 0, such as 60.")
     if jax.distributed.is_initialized():
         raise RuntimeError("initialise() was called before: once is enough, at the start of the program.")

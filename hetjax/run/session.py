@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from hetjax.run import memory
 from hetjax.run.clocks import Clocks, Hold
 from hetjax.run.contract import Objective
 from hetjax.run.engines import Engine, EngineSpec, Program
@@ -58,6 +59,7 @@ def open_session(
 ) -> Session:
     """Compile for parameters, model state and rows of these shapes. Further options are those of `EngineSpec.build`."""
     params, model_state, row = shape
+    memory.check_batch(options["batch"], row)
     objective = Objective(loss_fn, model_state is not None)
     layout, exact_sync = layout_of(objective, params, model_state, row, max(quantum, 2), train=train)
     spec, why = engine.resolve(workers, exact_sync)

@@ -28,9 +28,14 @@ Trace = Callable[[int], tuple[np.ndarray, np.ndarray]]  # step -> (speed_W, star
 
 def constant(speeds: Sequence[float], startup: Sequence[float] | float = 0.0) -> Trace:
     """The same speeds (relative: 1, 0.5, ...) and startups (seconds a step) for ever."""
-    speed_W = np.asarray(speeds, np.float64)
-    startup_W = np.asarray(startup, np.float64)
-    startup_W = np.broadcast_to(startup_W, speed_W.shape) if startup_W.ndim == 0 else startup_W
+    try:
+        speed_W = np.asarray(speeds, np.float64)
+        startup_W = np.asarray(startup, np.float64)
+        startup_W = np.broadcast_to(startup_W, speed_W.shape) if startup_W.ndim == 0 else startup_W
+    except (ValueError, TypeError):
+        raise ValueError(
+            f"Simulated speeds are one number per worker; got speeds {speeds!r} and startups {startup!r}."
+        ) from None
     check_speeds(speed_W, startup_W)
     return lambda step: (speed_W, startup_W)
 

@@ -47,6 +47,15 @@ class State:
         return self.params, self.model_state, self.opt_state, self.ema
 
 
+def check_state(state: Any) -> None:
+    """Refuse what is no state, such as the parameters themselves."""
+    if not isinstance(state, State):
+        raise TypeError(
+            f"state is a {type(state).__module__}.{type(state).__name__}: expected what `init` or an earlier `fit` "
+            "returned, as in trainer.fit(trainer.init(params), source, steps=100)."
+        )
+
+
 @dataclass(frozen=True)
 class RunningAverage:
     """How a model state moves on: a running average over the steps."""

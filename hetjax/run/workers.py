@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -32,7 +32,11 @@ class Workers:
 
     @classmethod
     def of(cls, devices: Sequence[jax.Device] | None) -> Workers:
+        if not (devices is None or isinstance(devices, Iterable)) or isinstance(devices, str):
+            raise TypeError(f"devices is {devices!r}: expected a list of JAX's devices, such as jax.devices()[:2].")
         chosen = tuple(sorted(jax.devices(), key=_by_process) if devices is None else devices)
+        if strange := [device for device in chosen if not isinstance(device, jax.Device)]:
+            raise TypeError(f"devices holds {strange[0]!r}: expected JAX's devices, such as jax.devices()[:2].")
         if not chosen:
             raise ValueError("No devices were given: pass at least one, or None for all that JAX sees.")
         if len(set(chosen)) != len(chosen):

@@ -21,7 +21,8 @@ REGISTRY: dict[str, type[Sync]] = {
 
 
 def make(name: str, **options: Any) -> Sync:
-    if name not in REGISTRY:
+    """The sync of this name, with its own options."""
+    if not isinstance(name, str) or name not in REGISTRY:
         raise ValueError(f"There is no sync {name!r}: use one of {', '.join(REGISTRY)}.")
     return REGISTRY[name](**options)
 

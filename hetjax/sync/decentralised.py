@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from hetjax.arguments import whole
 from hetjax.plan.matcha import matcha
 from hetjax.plan.mixing import Mixing, topology
 from hetjax.plan.sampler import PlannedStep
@@ -61,13 +62,11 @@ class Decentralised(Sync):
         matcha_budget: float | None = None,
         faithful: bool = False,
     ):
-        if not isinstance(mix_every, int | np.integer) or mix_every < 1:
-            raise ValueError(f"mix_every is {mix_every!r}: expected a whole number of steps, at least 1.")
         if matcha_budget is not None and not 0 < matcha_budget <= 1:
             raise ValueError(
                 f"matcha_budget is {matcha_budget}: expected the share of links to use on average, above 0, at most 1."
             )
-        self.topology, self.mix_every = topology, int(mix_every)
+        self.topology, self.mix_every = topology, whole("mix_every", mix_every, 1)
         self.matcha_budget, self.faithful = matcha_budget, faithful
 
     def mixing(self, workers: int) -> Mixing:

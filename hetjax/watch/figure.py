@@ -29,7 +29,7 @@ def run_figure(run: Run) -> Figure:
     figure.suptitle(headline(run), x=0.01, ha="left", fontsize=13, fontweight="bold")
     if run.notes:
         figure.supxlabel(fill(" ".join(run.notes), 150), x=0.01, ha="left", fontsize=9, color=RED)
-    if run.steps == 0 or run.workers == 0:
+    if run.workers == 0 or not run.full_S.any():
         figure.set_size_inches(12, 3)
         figure.text(0.5, 0.5, "There is no finished step to draw.", ha="center", fontsize=14, color=DARK)
         return figure

@@ -14,19 +14,22 @@ from hetjax.watch.tracker import Tracker
 class Follow:
     """A hook for `fit` that tells a tracker every finished step.
 
-    `seconds` is the time that earlier parts of a resumed run took: rows count on from there. With several processes
-    only the first one tells.
+    `seconds` is the time that earlier parts of a resumed run took, `plan_changes` how often the plan changed in them:
+    rows count on from there, like the samples, so that they are right where steps in between are not kept. With
+    several processes only the first one tells.
     """
 
-    def __init__(self, tracker: Tracker, *, seconds: float = 0.0):
-        self.tracker, self.seconds = tracker, seconds
+    def __init__(self, tracker: Tracker, *, seconds: float = 0.0, plan_changes: int = 0):
+        self.tracker, self.seconds, self.plan_changes = tracker, seconds, plan_changes
 
     def __call__(self, record: Any, state: Any) -> None:
+        self.plan_changes += record.changed
         if jax.process_index() != 0:
             return
         row = record.row()
         row["seconds"] += self.seconds
         row["samples"] = state.cursor
+        row["plan_changes"] = self.plan_changes
         self.tracker.log(row.pop("step"), row)
 
 

@@ -144,13 +144,14 @@ def _json(path: Path, notes: list[str]) -> dict[str, Any]:
         return content
     except FileNotFoundError:
         notes.append(f"There is no {path.name}" + (": the run has not finished." if path.name == SUMMARY else "."))
-    except ValueError as error:
+    except (ValueError, OSError, RecursionError) as error:
         notes.append(f"{path.name} is unreadable ({error}).")
     return {}
 
 
 def _number(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) else np.nan
+    """NaN for what is none, or beyond what a picture can show."""
+    return float(value) if isinstance(value, (int, float)) and abs(value) < 1e300 else np.nan
 
 
 def _column(rows: list[dict[str, Any]], key: str) -> np.ndarray:

@@ -79,7 +79,10 @@ def staleness_panel(axes: Axes, run: Run) -> None:
     """How many updates of others came between reading the model and an update; the last bar holds all beyond."""
     axes.set_title("Staleness of updates")
     told = run.summary.get("staleness")
-    found = {int(k): int(n) for k, n in told.items()} if isinstance(told, dict) else {}
+    try:
+        found = {int(k): int(n) for k, n in told.items() if int(k) >= 0} if isinstance(told, dict) else {}
+    except (ValueError, TypeError, OverflowError):  # what somebody else wrote
+        found = {}
     if not found:
         axes.set_axis_off()
         axes.text(0.5, 0.5, "not known before the end", ha="center", color=DARK)

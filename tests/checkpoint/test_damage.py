@@ -227,9 +227,9 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_training(tmp_path)
             checkpoint.Saver(tmp_path / "closed", FakeTrainer())
 
 
-@pytest.mark.parametrize("wrong", [{"steps": 0}, {"seconds": -1.0}, {"keep": 0}])
+@pytest.mark.parametrize("wrong", [{"steps": 0}, {"steps": 1.5}, {"seconds": -1.0}, {"keep": 0}, {"keep": True}])
 def test_senseless_numbers_are_refused(wrong, tmp_path):
-    with pytest.raises(ValueError, match="give more than 0"):
+    with pytest.raises((ValueError, TypeError), match="of the checkpoints is"):
         checkpoint.Saver(tmp_path, FakeTrainer(), **wrong)
 
 

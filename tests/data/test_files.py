@@ -93,6 +93,12 @@ def test_idx_files_that_do_not_go_together(folder):
         load(f"idx:{folder}")
 
 
+def test_idx_images_without_pixels_are_named(folder):
+    write_idx(folder / "train-images-idx3-ubyte", np.zeros((30, 0, 8), np.uint8))
+    with pytest.raises(ValueError, match=r"train-images-idx3-ubyte: the inputs have the shape \(30, 0, 8\)"):
+        load(f"idx:{folder}")
+
+
 def test_idx_labels_out_of_range(folder):
     write_idx(folder / "t10k-labels-idx1-ubyte", np.full(12, 9, np.uint8))
     with pytest.raises(ValueError, match=r"t10k-labels-idx1-ubyte: the label of sample 0 is 9, outside 0 to 3"):
@@ -151,6 +157,9 @@ def test_npz_of_vectors(tmp_path):
     [
         ({"x": np.array([[1], [1, 2]], object), "y": LABELS[:2]}, "'x' holds Python objects"),
         ({"x": IMAGES, "y": LABELS - 1}, "label of sample 0 is -1"),
+        ({"x": IMAGES, "y": LABELS * 3_000_000_000}, "label of sample 1 is 3000000000, above 2,147,483,646"),
+        ({"x": IMAGES, "y": LABELS.astype(np.uint64) * np.uint64(2**64 - 1)}, "above 2,147,483,646"),
+        ({"x": IMAGES[:, :0], "y": LABELS}, r"shape \(16, 0, 4\): there is nothing"),
         ({"x": IMAGES, "y": LABELS / 1}, "labels are float64"),
         ({"x": IMAGES, "y": LABELS[:5]}, "do not go together"),
         ({"x": IMAGES, "y": LABELS[:, None]}, "do not go together"),

@@ -12,6 +12,7 @@ import pytest
 import train
 import train_config
 import train_setup
+from jax.errors import JaxRuntimeError
 
 from hetjax import watch
 from hetjax.launch.meeting_point import free_port
@@ -40,6 +41,7 @@ SUMMARY = {
     "recompiles_after_warmup",
     "data_wait_share",
 }
+IMPORT = b"from train_config import *\n"
 ROW = {"step", "epoch", "loss", "counts", "times", "step_time", "samples_per_s", "changed", "reason"}
 
 
@@ -137,7 +139,31 @@ def test_a_run_that_was_stopped_goes_on_as_if_nothing_had_happened(tmp_path, who
         (["--speeds", "1,fast"], "--speeds is '1,fast'"),
         (["--speeds", "1,0"], "must be positive"),
         (["--speeds", "1,1", "--devices", "3"], "Speeds were given for 2 workers, but there are 3"),
-        (["--devices", "99"], "99 devices were asked for, but there are 8"),
+        (["--devices", "9"], "9 devices were asked for, but there are 8"),
+        (["--devices", "1000"], "1,000 devices were asked for, but a CPU can be split into"),
+        (["--devices", "9" * 25], "devices were asked for, but a CPU can be split into"),
+        (["--clip", "nan"], "--clip is nan: expected a finite number above 0"),
+        (["--clip", "0"], "--clip is 0.0"),
+        (["--clip=-1"], "--clip is -1.0"),
+        (["--learning-rate=-1"], "--learning-rate is -1.0: expected a finite number of at least 0"),
+        (["--learning-rate", "inf"], "--learning-rate is inf"),
+        (["--weight-decay=-1"], "--weight-decay is -1.0"),
+        (["--ema", "nan"], "--ema is nan"),
+        (["--dropout", "nan"], "--dropout is nan"),
+        (["--seed", "1" * 23], "--seed is 11111111111111111111111: expected a whole number"),
+        (["--seed=-1"], "--seed is -1"),
+        (["--width", "0"], "--width is 0"),
+        (["--width", "1000000000"], "The parameters of the mlp would take"),
+        (["--batch-size", "99999999999"], "--batch-size is 99999999999: expected a whole number"),
+        (["--batch-size", "5000"], "batch_size is 5,000, but the source has 1,438 samples"),
+        (["--steps", "1" * 30], "--steps is 1111"),
+        (["--epochs", "2147483647"], "The number of steps is"),
+        (["--keep", "0"], "--keep is 0"),
+        (["--save-steps=-1"], "--save-steps is -1"),
+        (["--out", ""], "--out is empty"),
+        (["--out", __file__], "which is a file: expected a folder"),
+        (["--strategy", "adaptive-hogbatch", "--dead-zone=-1"], "dead_zone is -1"),
+        (["--strategy", "hogbatch", "--rate-cap", "nan"], "rate_cap is nan"),
         (["--trace", "/nowhere.json"], "There is no trace file /nowhere.json"),
         (["--capacity", "1"], "The workers can take"),
         (["--norm", "batch"], "The mlp has no option 'norm'"),
@@ -151,6 +177,55 @@ def test_a_mistake_is_answered_by_a_sentence(flags, sentence, tmp_path, capsys):
     told = " ".join(capsys.readouterr().err.split())
     assert sentence in told
     assert "Traceback" not in told
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"CONFIG = Config(\n", "c.py, line 1: SyntaxError: '(' was never closed"),
+        (b"\n\nCONFIG = Config()", "c.py, line 3: NameError: name 'Config' is not defined"),
+        (b"x = '\xe9'", "c.py, line 1: SyntaxError"),
+        (b"raise SystemExit(0)", "c.py, line 1: SystemExit"),
+        (b"import nothing_like_it", "line 1: ModuleNotFoundError"),
+        (IMPORT + b"CONFIG = Config(data=Data(batch_size='x'))", "c.py: batch_size is 'x', expected int"),
+        (IMPORT + b"CONFIG = Config(data=Data(batch_size=True))", "batch_size is True, expected int"),
+        (IMPORT + b"CONFIG = Config(model=Model(model='x'))", "expected 'mlp' or 'cnn' or"),
+        (IMPORT + b"CONFIG = Config(workers=Workers(speeds=5))", "speeds is 5, expected str or None"),
+    ],
+)  # fmt: skip
+def test_a_configuration_that_cannot_be_read_is_named(content, sentence, tmp_path, capsys):
+    (tmp_path / "c.py").write_bytes(content)
+    assert train.main(["--config", str(tmp_path / "c.py")]) == 2
+    assert sentence in " ".join(capsys.readouterr().err.split())
+
+
+NESTED = pytest.param(b"[" * 100_000, id="nested")
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b'{"batch_size": "x"}', b"\xff", NESTED, b'{"trace": 5}'])
+def test_a_damaged_configuration_of_a_run_is_named(content, tmp_path, capsys):
+    (tmp_path / "config.json").write_bytes(content)
+    assert train.main(["--resume", "--out", str(tmp_path)]) == 2
+    assert "config.json is no configuration of a run" in " ".join(capsys.readouterr().err.split())
+
+
+def test_every_named_configuration_and_what_a_run_writes_of_it_can_be_read(tmp_path):
+    for name in train_config.names():
+        config = train_config.named(name)
+        watch.write_json(tmp_path / "config.json", config.flat())
+        assert train_config.saved(tmp_path / "config.json", train_config.Config()).flat() == {
+            **config.flat(), "config": None,
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("error", [MemoryError("1 TiB"), JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory.\nMore.")])
+def test_too_little_memory_is_told_in_a_sentence(error, tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(train, "run", fail)
+    assert train.main(["--out", str(tmp_path)]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("error", [TimeoutError("Node 1 did not come."), Disagreement("They no longer agree.")])

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,9 @@ from sample_log import Numbered, check_epochs, telling
 
 from hetjax import checkpoint, watch
 from hetjax.launch.variables import PROGRAMS
+from hetjax.plan.controllers.equal import Equal
 from hetjax.plan.sampler import Sampler
+from hetjax.thinning import Thinning
 from hetjax.watch import read_run
 
 pytestmark = pytest.mark.slow
@@ -248,3 +251,31 @@ def test_a_run_unpickles_nothing_and_writes_only_where_it_was_told(tmp_path, tin
     assert sum(path.startswith(str(tmp_path / "run")) for path in touched) > 10
     for name in ("elsewhere", "home", "tmp"):
         assert not list((tmp_path / name).iterdir())
+
+
+def test_what_a_run_came_to_does_not_depend_on_which_rows_are_kept(tmp_path, tiny, end_in_step, monkeypatch):
+    """Stopped, resumed and with room for four rows: steps, samples, seconds and plan changes are of the whole run."""
+    monkeypatch.setattr(Thinning.__init__, "__defaults__", (4,))
+    monkeypatch.setattr(watch, "JsonlTracker", partial(watch.JsonlTracker, limit=4))
+    made, turns = Equal.plan, iter(range(100))
+
+    def changing(self, batch, limits, epoch=0):
+        return replace(made(self, batch, limits, epoch), changed=next(turns) % 2 == 1)
+
+    monkeypatch.setattr(Equal, "plan", changing)
+    folder = tmp_path / "run"
+    flags = [*tiny(), "--strategy", "equal", "--devices", "2", "--steps", "12", "--out", str(folder)]
+    end_in_step(6)
+    assert train.main(flags) == 130
+    before = rows(folder)[-1]["seconds"]
+    end_in_step(None)
+    assert train.main(["--resume", "--out", str(folder)]) == 0
+    kept = [row["step"] for row in rows(folder)]
+    assert len(kept) <= 4
+    assert (kept[0], kept[-1]) == (1, 12)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["steps"], summary["samples"]) == (12, 2 * SAMPLES + 2 * BATCH)
+    assert summary["plan_changes"] == rows(folder)[-1]["plan_changes"] in (5, 6)  # a plan made ahead may be lost
+    assert summary["wall_s"] == pytest.approx(rows(folder)[-1]["seconds"])
+    assert summary["wall_s"] > before
+    assert summary["final_loss"] == pytest.approx(rows(folder)[-1]["loss"])

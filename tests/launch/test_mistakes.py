@@ -16,6 +16,8 @@ MISTAKES = {
     "--quotas is '1,x': expected cores": (["--quotas", "1,x"], ["true"]),
     "A quota is a number of cores from 0.001 up, such as 0.5; got 0.0": (["--quotas", "1,0"], ["true"]),
     "such as 0.5; got nan": (["--quotas", "1,nan"], ["true"]),
+    "--quotas gives a process 4000 cores": (["--quotas", "4000,1"], ["true"]),
+    "--disturb at step 5 gives a process 4000 cores": (["--disturb", "5:1,4000"], ["true"]),
     "--disturb has '30'": (["--disturb", "30"], ["true"]),
     "--disturb has 'x:1,1'": (["--disturb", "x:1,1"], ["true"]),
     "--disturb has ''": (["--disturb", "3:1,1;"], ["true"]),

@@ -180,8 +180,9 @@ def test_cadence(name):
             counts.append(counts_W.tolist())
             observe(controller, counts_W, [counts_W[0], 3.0 * counts_W[1]], step)
         assert counts.index([12, 4]) == first_change, (name, every)
-    with pytest.raises(ValueError, match="cadence is 0"):
-        make(name, every=0)
+    for every in (0, True, 2.5, "x"):
+        with pytest.raises((ValueError, TypeError), match="every, if not 'epoch', is"):
+            make(name, every=every)
 
 
 @pytest.mark.parametrize("name", ["dp", "edp", "dbs", "proportional", "lbbsp", "lbb", "static"])

@@ -273,7 +273,7 @@ def test_the_trainer_takes_a_stream_of_batches():
         assert distance(theirs.params, mine) == 0
         _, short = trainer.fit(trainer.init(made.params), epochs_of(made, 2), steps=3)
         assert short.losses == history.losses[:3]
-        for options, words in (({"epochs": 1}, "no known length"), ({"steps": 0}, "no known length")):
+        for options, words in (({"epochs": 1}, "no known length"), ({"steps": 0}, "steps is 0")):
             with pytest.raises(ValueError, match=words):
                 trainer.fit(theirs, epochs_of(made, 2), **options)
         with pytest.raises(ValueError, match="is empty"):

@@ -1,6 +1,7 @@
 """The trainer: the same run on any hardware, every sample once, and errors for people."""
 
 import json
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -11,6 +12,7 @@ from problems import RandomPlans, distance, keys_for, problem
 from hetjax import Chunked, Looped, Masked, NonFiniteError, Simulation, Trainer
 from hetjax.plan.controllers.protocol import Plan
 from hetjax.plan.sampler import Sampler
+from hetjax.run import memory
 from hetjax.run.simulate import constant
 
 BATCH = 24
@@ -314,7 +316,31 @@ def test_padding_is_charged_and_masked_shows_no_gain():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"batch_size": 0}, "batch_size is the number of samples per step"),
+        ({"batch_size": 0}, "batch_size is 0: expected a whole number of at least 1"),
+        ({"batch_size": True}, "batch_size is True"),
+        ({"batch_size": 1.5}, "batch_size is 1.5"),
+        ({"batch_size": 10**11}, "batch_size is 100000000000"),
+        ({"batch_size": 65}, "batch_size is 65, but the source has 64 samples"),
+        ({"seed": 1.5}, "seed is 1.5"),
+        ({"seed": -1}, "seed is -1"),
+        ({"seed": 10**22}, "seed is 10000000000000000000000"),
+        ({"quantum": 1.5}, "quantum is 1.5"),
+        ({"quantum": True}, "quantum is True"),
+        ({"capacity": True}, "capacity is True"),
+        ({"capacity": [24, True]}, "capacity is True"),
+        ({"capacity": 10**12}, "capacity is 1000000000000"),
+        ({"max_rows": 0}, "max_rows is 0"),
+        ({"max_rows": 1.5}, "max_rows is 1.5"),
+        ({"devices": ["cpu"]}, "devices holds 'cpu': expected JAX's devices"),
+        ({"devices": "cpu"}, "devices is 'cpu': expected a list of JAX's devices"),
+        ({"devices": 2}, "devices is 2: expected a list"),
+        ({"partition": ["global"]}, r"Unknown partition \['global'\]"),
+        ({"sync": 5}, "There is no sync 5"),
+        ({"wait_limit": float("nan")}, "wait_limit is nan"),
+        ({"ema_decay": "x"}, "ema_decay is 'x'"),
+        ({"eval_fn": 5}, "eval_fn is 5: expected a function"),
+        ({"advance": 5}, "advance is 5: expected a function"),
+        ({"speeds": ["fast", "slow"]}, "Simulated speeds are one number per worker"),
         ({"engine": "fast"}, "Unknown engine 'fast'"),
         ({"transport": "pigeon"}, "Unknown transport 'pigeon'"),
         ({"partition": "random"}, "There is no partition 'random'"),
@@ -334,8 +360,38 @@ def test_padding_is_charged_and_masked_shows_no_gain():
 )
 def test_bad_input_gets_a_sentence(options, words):
     made = problem("mlp")
-    with pytest.raises(ValueError, match=words), trainer_for(made, **options) as trainer:
+    with pytest.raises((ValueError, TypeError), match=words), trainer_for(made, **options) as trainer:
         trainer.fit(trainer.init(made.params), made.data, steps=1)
+
+
+def test_what_does_not_fit_into_memory_is_refused_before_it_is_tried(monkeypatch):
+    made = problem("mlp")
+    with trainer_for(made) as trainer:
+        state = trainer.init(made.params)
+        monkeypatch.setattr(memory, "host", lambda: 1000)
+        with pytest.raises(ValueError, match="The parameters take"):
+            trainer.init(made.params)
+        with pytest.raises(ValueError, match="The 24 samples of a step take"):
+            trainer.fit(state, made.data, steps=1)
+
+
+def test_numpy_integers_are_whole_numbers():
+    made = problem("mlp")
+    with trainer_for(made, batch_size=np.int32(BATCH), seed=np.uint32(3), capacity=np.array([24, 24])) as trainer:
+        _, history = trainer.fit(trainer.init(made.params), made.data, steps=np.int64(2))
+    assert len(history.records) == 2
+
+
+def test_a_fit_that_failed_leaves_the_trainer_usable():
+    made = problem("mlp")
+    with trainer_for(made) as trainer:
+        state, _ = trainer.fit(trainer.init(made.params), made.data, steps=1)
+        with pytest.raises(TypeError):
+            trainer.fit(
+                state, {**made.data, "image": made.data["image"][:, :5]}, steps=1
+            )  # which the model cannot take
+        state, _ = trainer.fit(state, made.data, steps=1)
+    assert state.step == 2
 
 
 def test_no_engine_computes_more_than_max_rows_at_once():
@@ -354,8 +410,27 @@ def test_bad_calls_get_a_sentence():
         state = trainer.init(made.params)
         with pytest.raises(ValueError, match="exactly one of epochs, steps or stop_at"):
             trainer.fit(state, made.data)
-        with pytest.raises(ValueError, match="exactly one of epochs, steps or stop_at"):
-            trainer.fit(state, made.data, steps=0)
+        with pytest.raises(ValueError, match="exactly one of epochs, steps or stop_at; got epochs, steps"):
+            trainer.fit(state, made.data, steps=1, epochs=1)
+        for name in ("epochs", "steps", "stop_at"):
+            for value in (0, -1, 1.5, True, "3", float("nan")):
+                with pytest.raises((ValueError, TypeError), match=f"{name} is {value!r}: expected a whole number"):
+                    trainer.fit(state, made.data, **{name: value})
+        for wrong, words in (
+            (made.params, r"state is a flax\.nnx.*: expected what `init` or an earlier `fit` returned"),
+            (replace(state, cursor=-5), "state.cursor is -5"),
+            (replace(state, step=1.5), "state.step is 1.5"),
+        ):
+            with pytest.raises((ValueError, TypeError), match=words):
+                trainer.fit(wrong, made.data, steps=1)
+        with pytest.raises(TypeError, match="state is a flax"):
+            trainer.evaluate(made.params, made.data)
+        for hooks, words in ((5, "hooks is 5"), ([5], "hooks holds 5"), (print, "hooks is <built-in")):
+            with pytest.raises(TypeError, match=f"{words}.*functions of .record, state."):
+                trainer.fit(state, made.data, steps=1, hooks=hooks)
+        for strange in ("U1", "O", "M8[s]"):
+            with pytest.raises(TypeError, match=r"The array 'label' is .*, not numbers"):
+                trainer.fit(state, {**made.data, "label": made.data["label"].astype(strange)}, steps=1)
         with pytest.raises(TypeError, match="needs __len__ and __getitem__"):
             trainer.fit(state, 5, steps=1)
         with pytest.raises(ValueError, match="same number of rows"):

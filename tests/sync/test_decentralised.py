@@ -331,11 +331,12 @@ def test_a_bad_loss_names_the_worker_and_stops():
     [
         ({"mix_every": 0}, "at least 1"),
         ({"mix_every": 1.5}, "whole number"),
+        ({"mix_every": True}, "whole number"),
         ({"matcha_budget": 0}, "above 0"),
     ],
 )
 def test_wrong_options_are_refused(options, sentence):
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises((ValueError, TypeError), match=sentence):
         Decentralised(**options)
 
 

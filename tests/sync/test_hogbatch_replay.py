@@ -320,13 +320,17 @@ def test_what_makes_no_sense_is_refused(sync, options, words):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Hogbatch(staleness_bound=-1), "0 or more"),
+        (lambda: Hogbatch(staleness_bound=-1), "at least 0"),
+        (lambda: Hogbatch(staleness_bound=1.5), "whole number"),
+        (lambda: Hogbatch(replay=True), "whole number"),
         (lambda: Hogbatch(rate_cap=0), "above 0"),
+        (lambda: Hogbatch(rate_cap=np.nan), "above 0"),
+        (lambda: AdaptiveHogbatch(dead_zone=-1), "at least 0"),
         (lambda: AdaptiveHogbatch(alpha=1), "above 1"),
         (lambda: AdaptiveSgd(mega_batch=0), "at least 1"),
         (lambda: AdaptiveSgd(momentum=1.0), "below 1"),
     ],
 )
 def test_options_out_of_range_are_refused(make, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises((ValueError, TypeError), match=words):
         make()

@@ -27,10 +27,12 @@ def trained(*hooks, steps=3):
 
 def test_rows_count_on_from_what_was_done_before():
     notes = Notes()
-    _, history = trained(Follow(notes, seconds=100.0))
+    _, history = trained(Follow(notes, seconds=100.0, plan_changes=5))
     assert [step for step, _ in notes.rows] == [1, 2, 3]
     assert [row["samples"] for _, row in notes.rows] == [8, 16, 20]
     assert [row["seconds"] for _, row in notes.rows] == [100.0 + record.seconds for record in history.records]
+    changes = 5 + np.cumsum([record.changed for record in history.records])
+    assert [row["plan_changes"] for _, row in notes.rows] == changes.tolist()
 
 
 def test_progress_is_one_line_of_code():

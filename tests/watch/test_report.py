@@ -157,6 +157,22 @@ def odd_summary(folder):
     (folder / "summary.json").write_text('{"samples_per_s": "fast", "efficiency": null, "ideal_samples_per_s": 0}')
 
 
+def unmeasured_summary(folder):
+    (folder / "summary.json").unlink()
+    (folder / "summary.json").mkdir()
+
+
+def nested(folder):
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("[" * 100_000 + "\n")
+
+
+def huge_numbers(folder):
+    """None of its steps has a count that can be drawn."""
+    row = '{"counts": [1e400, Infinity], "loss": 1e308, "step_time": 1e309, "step": '
+    (folder / "metrics.jsonl").write_text(f"{row}1}}\n{row}2}}\n{row}{'9' * 30}}}\n")
+
+
 def fewer_workers_later(folder):
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": 31, "loss": 1, "counts": [512, 512], "times": [0.1, 0.2], "step_time": 0.3}\n')
@@ -174,6 +190,9 @@ def fewer_workers_later(folder):
         (no_summary, "no summary.json: the run has not finished"),
         (broken_summary, "summary.json is unreadable"),
         (odd_summary, None),
+        (unmeasured_summary, "summary.json is unreadable"),
+        (nested, "last line of metrics.jsonl is cut off"),
+        (huge_numbers, "last line of metrics.jsonl is cut off"),
         (fewer_workers_later, None),
     ],
 )

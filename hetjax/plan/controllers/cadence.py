@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
+from hetjax.arguments import whole
 from hetjax.plan.controllers.frame import Frame
 from hetjax.plan.controllers.protocol import Observation
 from hetjax.plan.limits import Limits
@@ -23,8 +24,8 @@ class Cadenced(Frame):
     learned: ClassVar[tuple[str, ...]] = ("sum_n_W", "sum_t_W", "timed_W", "gathered", "epoch")
 
     def __init__(self, every: Cadence = "epoch") -> None:
-        if every != "epoch" and (not isinstance(every, int) or every < 1):
-            raise ValueError(f"The cadence is {every!r}; give a number of steps, 1 or more, or 'epoch'.")
+        if every != "epoch":
+            every = whole("every, if not 'epoch',", every, 1)
         self.every = every
         super().__init__()
 

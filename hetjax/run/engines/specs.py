@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from hetjax.arguments import MOST_SAMPLES, whole
 from hetjax.plan.staircase import check_rungs
 from hetjax.run.clocks import Clocks
 from hetjax.run.engines.chunked import ChunkedEngine
@@ -229,12 +230,11 @@ def as_spec(engine: str | EngineSpec) -> EngineSpec:
 
 def per_worker(what: str, given: Whole, default: int, workers: Workers) -> np.ndarray:
     """One whole number per worker from one number, a list, or the default."""
-    values = np.atleast_1d(np.asarray(default if given is None else given))
-    if not np.issubdtype(values.dtype, np.integer) or values.ndim != 1 or (values < 1).any():
-        raise ValueError(f"{what} must be whole numbers of at least 1, one for all workers or one each; got {given!r}.")
-    values = values[kept_entries(len(values), len(workers))]
+    several = list(given) if isinstance(given, list | tuple | np.ndarray) else [default if given is None else given]
+    values = [whole(what, value, 1, MOST_SAMPLES) for value in several]
+    values = [values[entry] for entry in kept_entries(len(values), len(workers))]
     if len(values) not in (1, len(workers)):
         raise ValueError(
             f"{what} lists {len(values)} numbers for {len(workers)} workers: give one number, or one for each."
         )
-    return np.broadcast_to(values.astype(np.int64), (len(workers),)).copy()
+    return np.broadcast_to(np.array(values, np.int64), (len(workers),)).copy()

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hetjax.arguments import whole
 from hetjax.plan.between_nodes import RULES, BetweenNodes
 from hetjax.plan.daso_schedule import Schedule
 from hetjax.plan.node_sampler import NodeSampler
@@ -87,7 +88,7 @@ class Daso(Sync):
                 raise ValueError(f"{what} is {value!r}: choose one of {', '.join(known)}.")
         self.nodes, self.warm_up, self.cool_down = nodes, warm_up, cool_down
         self._options: dict[str, Any] = {
-            "max_skip": max_skip,
+            "max_skip": whole("max_skip", max_skip, 1),
             "stability": stability,
             "overlap": overlap,
             "faithful": faithful,

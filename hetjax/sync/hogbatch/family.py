@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from hetjax.arguments import whole
 from hetjax.history import History
 from hetjax.plan.batch_bounds import BatchBounds
 from hetjax.plan.batch_rule import ALPHA, DEAD_ZONE, adapted_batch
@@ -76,13 +77,13 @@ class Asynchronous(Sync):
         on_update: Callable[[Update], None] | None = None,
         faithful: bool = False,
     ):
-        if rate_cap is not None and rate_cap <= 0:
+        if rate_cap is not None and not rate_cap > 0:
             raise ValueError(f"rate_cap is {rate_cap}: expected a number above 0; inf is no limit.")
         self.batches, self.smallest = batches, smallest
         self.scale_rate, self.reference = scale_rate, reference
         self.rate_cap = rate_cap if rate_cap is not None else inf if faithful else CAP
         self.schedule, self.on_update, self.faithful = schedule, on_update, faithful
-        self.replay = Schedule(replay) if isinstance(replay, int) else replay
+        self.replay = replay if replay is None or isinstance(replay, Schedule) else Schedule(whole("replay", replay, 0))
         self.bounds: BatchBounds | None = None
         self.pause = Pause()
         self._host: dict[str, Any] = {}
@@ -214,9 +215,7 @@ class Hogbatch(Asynchronous):
         if self.name == "hogbatch" and options.get("faithful"):
             options.setdefault("scale_rate", False)
         super().__init__(**options)
-        if staleness_bound is not None and staleness_bound < 0:
-            raise ValueError(f"staleness_bound is {staleness_bound}: expected 0 or more, or None for no bound.")
-        self.staleness_bound = staleness_bound
+        self.staleness_bound = None if staleness_bound is None else whole("staleness_bound", staleness_bound, 0)
 
     def _method(self, job: Job, layout: Layout, state: State, batch_W: np.ndarray, updates_W: np.ndarray) -> Method:
         devices = job.workers.devices
@@ -238,10 +237,11 @@ class AdaptiveHogbatch(Hogbatch):
 
     def __init__(self, *, alpha: float = ALPHA, dead_zone: int | None = None, **options: Any):
         super().__init__(**options)
-        if alpha <= 1:
+        if not 1 < alpha < inf:
             raise ValueError(f"alpha is {alpha}: batches are multiplied and divided by it, so it must be above 1.")
         self.alpha = alpha
-        self.dead_zone = dead_zone if dead_zone is not None else 0 if self.faithful else DEAD_ZONE
+        usual = 0 if self.faithful else DEAD_ZONE
+        self.dead_zone = usual if dead_zone is None else whole("dead_zone", dead_zone, 0)
 
     def _adapt(self) -> Adapt:
         assert self.bounds is not None
@@ -271,8 +271,7 @@ class AdaptiveSgd(Asynchronous):
     ):
         super().__init__(**options)
         momentum = momentum if momentum is not None else MOMENTUM if self.faithful else CALMER
-        if mega_batch is not None and mega_batch < 1:
-            raise ValueError(f"mega_batch is {mega_batch}: expected at least 1 sample.")
+        mega_batch = None if mega_batch is None else whole("mega_batch", mega_batch, 1)
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum is {momentum}: expected at least 0 and below 1.")
         self.mega_batch, self.beta, self.momentum = mega_batch, beta, momentum
