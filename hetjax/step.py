@@ -34,7 +34,7 @@ from hetjax.run.optimizer import check_optimizer, check_params, init_optimizer
 from hetjax.run.reduce import make_reduce
 from hetjax.run.session import Session, open_session, shapes
 from hetjax.run.simulate import Simulation, constant, of_survivors
-from hetjax.run.update import State, check_state, running_average, unchanged
+from hetjax.run.update import State, checked, running_average, unchanged
 from hetjax.run.workers import Workers
 from hetjax.sync import Sync
 from hetjax.sync.protocol import Rule, Setting
@@ -247,10 +247,7 @@ class Step:
 
     def export(self, state: AnyState) -> State:
         """The whole state as plain arrays, the optimizer's included: what a checkpoint holds."""
-        if isinstance(state, LiveState):
-            return state.whole()
-        check_state(state)
-        return state
+        return state.whole() if isinstance(state, LiveState) else checked(state)
 
     # -- for loops with a sampler --
 
@@ -265,9 +262,7 @@ class Step:
         """
         if self._pipeline is not None:
             self._pipeline.complete()
-        check_state(state)
-        step, cursor = whole("state.step", state.step, 0), whole("state.cursor", state.cursor, 0)
-        state = replace(state, step=step, cursor=cursor)  # a checkpoint may hold them as arrays
+        state = checked(state)
         if self.workers.several_processes or self.sync.by_node:
             self._check_alike(state)
         session = self.session(state, sample, train=True)
@@ -418,7 +413,7 @@ class Step:
     def _live(self, state: AnyState, batch: HostBatch) -> LiveState:
         """The state, if it is the last one of the pipeline; a plain one is placed first."""
         if not isinstance(state, LiveState):
-            check_state(state)
+            state = checked(state)
             if self.epoch_size is None:
                 presets.check_without_epochs(self.controller)
             return self.open(state, sample_of(batch, self.sample_size(state)))

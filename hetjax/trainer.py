@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import islice, zip_longest
 from typing import Any
 
@@ -32,7 +31,7 @@ from hetjax.run.agree import digest, same
 from hetjax.run.engines import EngineSpec
 from hetjax.run.model_state import probe_indices
 from hetjax.run.optimizer import check_params
-from hetjax.run.update import State, check_state
+from hetjax.run.update import State, checked
 from hetjax.step import Step
 from hetjax.sync import Sync
 from hetjax.sync.job import Job
@@ -170,7 +169,7 @@ class Trainer:
             The state at the end, and the history of this call.
         """
         check_hooks(hooks)
-        check_state(state)
+        state = checked(state)
         length = {"epochs": epochs, "steps": steps, "stop_at": stop_at}
         for unit, count in length.items():
             if count is not None:
@@ -178,7 +177,6 @@ class Trainer:
         if is_stream(source):
             return self._fit_stream(state, source, length, hooks)
         source = as_source(source)
-        state = replace(state, step=int(state.step), cursor=int(state.cursor))  # a checkpoint may hold them as arrays
         order = self._make_sampler(len(source))
         if self._order is not None:
             order.load_state_dict(self._order, state.cursor)
@@ -322,7 +320,7 @@ class Trainer:
             state: as `fit` returned it.
             source: as in `fit`, or the batches themselves.
         """
-        check_state(state)
+        state = checked(state)
         if is_stream(source):
             return self.step.evaluate(self.answer(state), source)
         source = as_source(source)

@@ -16,6 +16,7 @@ from hetjax.__main__ import main as hetjax_main
 from hetjax.launch import launcher
 from hetjax.launch import options as launch_flags
 from hetjax.presets import PRESETS
+from hetjax.sync import REGISTRY
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -150,7 +151,7 @@ def test_the_library_examples_run(tmp_path, monkeypatch, capsys):
 
 def test_the_table_names_the_strategies_that_there_are():
     rows = re.findall(r"^\| `(\w[\w-]*)` \| (\w+) \| (\w+) \| ([\w-]+) \| (.*) \|$", README, re.MULTILINE)
-    controller = lambda s: "none" if s.asynchronous else s.controller
+    controller = lambda s: s.controller if REGISTRY[s.sync].stepped else "none"
     assert rows == [(name, controller(s), s.partition, s.sync, s.idea) for name, s in PRESETS.items()]
 
 

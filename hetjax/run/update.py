@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from hetjax.arguments import whole
 from hetjax.run.finite import NONFINITE, all_finite
 from hetjax.run.layout import Sums
 from hetjax.run.optimizer import has_gradient, trainable, with_trained
@@ -47,13 +48,19 @@ class State:
         return self.params, self.model_state, self.opt_state, self.ema
 
 
-def check_state(state: Any) -> None:
-    """Refuse what is no state, such as the parameters themselves."""
+def checked(state: Any) -> State:
+    """The state with whole numbers for step and cursor, which a checkpoint may hold as arrays.
+
+    Raises:
+        TypeError: If it is no state, such as the parameters themselves.
+        ValueError: If step or cursor are out of range.
+    """
     if not isinstance(state, State):
         raise TypeError(
             f"state is a {type(state).__module__}.{type(state).__name__}: expected what `init` or an earlier `fit` "
             "returned, as in trainer.fit(trainer.init(params), source, steps=100)."
         )
+    return replace(state, step=whole("state.step", state.step, 0), cursor=whole("state.cursor", state.cursor, 0))
 
 
 @dataclass(frozen=True)
