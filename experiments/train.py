@@ -59,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     train_output.quiet_logs(console, debug)
     try:
         config = read_config(arguments)
+        train_setup.check_flags(config)
         asked = config.processes
         place = initialise(asked.coordinator, asked.processes, asked.process, start_limit=asked.start_limit)
         console.quiet = not place.first
@@ -112,7 +113,6 @@ def read_config(arguments: Sequence[str]) -> Config:
 
 def run(config: Config, processes: int, heart: Heartbeat | None, console: Console) -> None:
     """The one run that was asked for, or equal and balanced in turn."""
-    train_setup.check_flags(config)
     simulation, devices = train_setup.find_devices(config, processes)
     told = {name: value for name, value in config.flat().items() if name not in OF_A_PROCESS}
     same(resume=config.output.resume, **told)

@@ -76,7 +76,7 @@ def check_hooks(hooks: Any) -> None:
             raise TypeError(f"hooks holds {hook!r}: expected functions of (record, state).")
 
 
-def check_batch(batch_size: int, samples: int) -> None:
+def check_batch_size(batch_size: int, samples: int) -> None:
     """Refuse a step that would be more than an epoch: it would be cut to the samples there are without a word."""
     if batch_size > samples > 0:
         raise ValueError(

@@ -13,7 +13,7 @@ import optax
 
 from hetjax import presets
 from hetjax import sync as syncs
-from hetjax.arguments import MOST_SAMPLES, MOST_SEED, check_batch, check_hooks, whole
+from hetjax.arguments import MOST_SAMPLES, MOST_SEED, check_batch_size, check_hooks, whole
 from hetjax.batches import FeedBatch, as_batch, is_stream, sample_of
 from hetjax.calibration import calibrate
 from hetjax.data.feed import Feed
@@ -170,10 +170,8 @@ class Trainer:
         """
         check_hooks(hooks)
         state = checked(state)
-        length = {"epochs": epochs, "steps": steps, "stop_at": stop_at}
-        for unit, count in length.items():
-            if count is not None:
-                whole(unit, count, 1)
+        given = {"epochs": epochs, "steps": steps, "stop_at": stop_at}
+        length = {unit: whole(unit, count, 1) for unit, count in given.items() if count is not None}
         if is_stream(source):
             return self._fit_stream(state, source, length, hooks)
         source = as_source(source)
@@ -185,6 +183,7 @@ class Trainer:
         if self.workers.several_processes or self.sync.by_node:
             blocks = None if self.blocks is None else digest(self.blocks.owner_D)
             same(partition=[self.partition, blocks], number_of_samples=len(source), end_of_training=end)
+        steps = length.get("steps")
         until = end if steps is None else order.end_of(state.cursor, steps)
         probed = state.model_state is not None
         sample = fetch(source, probe_indices(len(source), self.step.quantum) if probed else np.zeros(1, np.int64))
@@ -246,11 +245,11 @@ class Trainer:
         return state, history
 
     def _fit_stream(
-        self, state: State, stream: Iterable[Any], length: Mapping[str, int | None], hooks: Sequence[Hook]
+        self, state: State, stream: Iterable[Any], length: Mapping[str, int], hooks: Sequence[Hook]
     ) -> tuple[State, History]:
         """Train on batches as they come."""
-        steps = length["steps"]
-        if length["epochs"] is not None or length["stop_at"] is not None:
+        steps = length.get("steps")
+        if length.keys() - {"steps"}:
             raise ValueError(
                 "A stream of batches has no known length: say how long to train with steps, at least 1, or leave it "
                 "out to train until the stream ends. For epochs give a source with __len__ and __getitem__."
@@ -378,13 +377,13 @@ class Trainer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _end(self, cursor: int, sampler: Any, length: Mapping[str, int | None]) -> int:
-        given = {name: n for name, n in length.items() if n is not None}
-        if len(given) != 1:
+    def _end(self, cursor: int, sampler: Any, length: Mapping[str, int]) -> int:
+        if len(length) != 1:
             raise ValueError(
-                f"Say how long to train with exactly one of epochs, steps or stop_at; got {', '.join(given) or 'none'}."
+                "Say how long to train with exactly one of epochs, steps or stop_at; got "
+                f"{', '.join(length) or 'none'}."
             )
-        ((unit, count),) = given.items()
+        ((unit, count),) = length.items()
         if unit == "stop_at":
             if count <= cursor:
                 raise ValueError(f"Nothing left to train: the cursor is at {cursor} samples and stop_at is {count}.")
@@ -393,7 +392,7 @@ class Trainer:
         return cursor + sampler.size * count if by_samples is None else by_samples
 
     def _make_sampler(self, samples: int) -> Any:
-        check_batch(self.batch_size, samples)
+        check_batch_size(self.batch_size, samples)
         if self.blocks is None:
             kind = {"global": Sampler, "proportional": ProportionalSampler}[self.partition]
             return kind(samples, self.batch_size, self.seed)

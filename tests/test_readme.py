@@ -139,11 +139,13 @@ def test_pytest_finds_this_test():
 
 def test_the_library_examples_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    first, second = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    first, loop, second = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert len([line for line in first.splitlines() if line.strip()]) <= 10
     names = {}
     exec(compile(first, "README.md", "exec"), names)
     assert "'samples_per_s'" in capsys.readouterr().out
+    exec(compile(loop, "README.md", "exec"), dict(names))
+    assert "'loss'" in capsys.readouterr().out
     exec(compile(second, "README.md", "exec"), names)
     with pytest.raises(ValueError, match="Nothing left to train"):  # again: the last checkpoint is of the end
         exec(compile(second, "README.md", "exec"), names)

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import optax
 import pytest
 import quick_compiles
 from several_program import STEPS, runs
-from tiny_problem import BATCH, SAMPLES
+from tiny_problem import BATCH, SAMPLES, loss_fn, source
 
+from hetjax import Step
 from hetjax.launch.variables import PROGRAMS
 
 pytestmark = pytest.mark.slow
@@ -37,6 +39,75 @@ with trainer:
 Path(sys.argv[1], f"{place.process}-{again}").write_text(str(len(stored)))
 leave(0 if again else 1, together=True)
 """
+
+
+OWN_LOOP = """
+import json, logging, sys
+from pathlib import Path
+import numpy as np, optax
+from tiny_problem import BATCH, loss_fn, source
+import hetjax
+from hetjax.run.distributed import initialise, leave
+
+class Lazy:
+    def __init__(self, tree):
+        self.tree, self.read = tree, []
+    def __len__(self):
+        return len(self.tree["y"])
+    def rows(self, start, stop):
+        self.read.append([start, stop])
+        return {name: x[start:stop] for name, x in self.tree.items()}
+
+place = initialise(wait_limit=60)
+rows, messages = source(), []
+logging.getLogger("hetjax").addHandler(logging.Handler())
+logging.getLogger("hetjax").setLevel("INFO")
+logging.getLogger("hetjax").handlers[-1].emit = lambda record: messages.append(record.getMessage())
+batches = [{name: x[i : i + BATCH] for name, x in rows.items()} for i in range(0, 7 * BATCH, BATCH)]
+batches = list(map(Lazy, batches)) if sys.argv[2] == "lazy" else batches
+loader = (batch for batch in batches[: 4 if place.process == 1 else 7])  # that of process 1 ends first
+shares = ",".join(str(k + 1) for k in range(place.processes))
+step = hetjax.Step(loss_fn, optax.sgd(0.05), batch_size=BATCH, controller=f"fixed:{shares}", wait_limit=60)
+state, losses = step.init({"w": np.zeros(5, np.float32), "b": np.zeros((), np.float32)}), []
+for batch in step.batches(loader):
+    state, report = step(state, batch)
+    losses += [] if report is None else [report.loss]
+losses.append(step.flush().loss)
+found = {"losses": losses, "step": state.step, "params": np.asarray(state.params["w"]).tolist(), "said": messages}
+found["read"] = [batch.read for batch in batches] if sys.argv[2] == "lazy" else None
+Path(sys.argv[1], f"{place.process}.json").write_text(json.dumps(found))
+step.close()
+leave(0, together=True)
+"""
+
+
+@pytest.mark.parametrize("kind", ["whole", "lazy"])
+def test_own_loops_of_several_processes_end_together_and_train_like_one(tmp_path, kind):
+    (tmp_path / "program.py").write_text(OWN_LOOP)
+    told = launch(3, tmp_path, kind, program=tmp_path / "program.py")
+    assert told.returncode == 0, told.stderr + told.stdout
+    there = [json.loads((tmp_path / f"{k}.json").read_text()) for k in range(3)]
+    rows = source()
+    batches = [{name: x[i : i + BATCH] for name, x in rows.items()} for i in range(0, 4 * BATCH, BATCH)]
+    with Step(loss_fn, optax.sgd(0.05), batch_size=BATCH, devices=jax.devices()[:1]) as step:
+        state, losses = step.init({"w": np.zeros(5, np.float32), "b": np.zeros((), np.float32)}), []
+        for batch in batches:
+            state, report = step(state, batch)
+            losses += [] if report is None else [report.loss]
+        losses.append(step.flush().loss)
+        params = np.asarray(state.params["w"])
+    for process, seen in enumerate(there):
+        assert seen["step"] == 4
+        np.testing.assert_allclose(seen["losses"], losses, rtol=1e-5)
+        np.testing.assert_allclose(seen["params"], params, rtol=1e-5)
+        (ending,) = [line for line in seen["said"] if "ended after" in line]
+        assert "process 1 ended after 4 steps" in ending
+        assert ("this one has more" in ending) == (process != 1)
+        if kind == "lazy":  # its own rows, and the first one once more for its shape
+            bounds = [0, *np.cumsum([1, 2, 3]) * BATCH // 6]
+            own = max(b - a for a, b in seen["read"][1])
+            assert own <= bounds[process + 1] - bounds[process] + 4
+            assert seen["read"][5] == []
 
 
 def launch(processes, *arguments, flags=(), program="several_program.py"):

@@ -379,8 +379,11 @@ def test_what_does_not_fit_into_memory_is_refused_before_it_is_tried(monkeypatch
 def test_numpy_integers_are_whole_numbers():
     made = problem("mlp")
     with trainer_for(made, batch_size=np.int32(BATCH), seed=np.uint32(3), capacity=np.array([24, 24])) as trainer:
-        _, history = trainer.fit(trainer.init(made.params), made.data, steps=np.int64(2))
-    assert len(history.records) == 2
+        state, history = trainer.fit(trainer.init(made.params), made.data, steps=np.int64(2))
+        assert len(history.records) == 2
+        assert type(history.last_step) is type(trainer.seed) is int  # as JSON has them
+        state, _ = trainer.fit(state, made.data, stop_at=np.int64(64))
+    assert state.cursor == 64
 
 
 def test_a_fit_that_failed_leaves_the_trainer_usable():
