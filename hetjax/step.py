@@ -394,18 +394,22 @@ class Step:
             check_model_state(self.loss_fn, self.advance, state, rows, self.workers.devices[self.workers.local[0]])
 
     def close(self) -> None:
-        """End the threads of the engines; compiled programs are dropped."""
-        if self._pipeline is not None:
-            self._pipeline.abandon()
-        for session in self._sessions.values():
-            session.close()
-        self._sessions.clear()
-        self._pipeline = None
+        """Wait for the last step and end the threads; compiled programs are dropped, the last state can still be read."""
+        pipeline, self._pipeline = self._pipeline, None
+        try:
+            if pipeline is not None:
+                pipeline.complete()
+        finally:
+            for session in self._sessions.values():
+                session.close()
+            self._sessions.clear()
 
     def __enter__(self) -> Step:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and self._pipeline is not None:
+            self._pipeline.abandon()  # whatever went wrong, nothing runs on
         self.close()
 
     # -- inside --

@@ -136,6 +136,18 @@ def test_a_state_can_be_read_at_any_time_and_used_once():
         other(again, batch)
 
 
+def test_the_last_state_outlives_the_step():
+    made = problem("mlp")
+    with step_for(made) as step:
+        state, _ = run(step, step.init(made.params), epochs_of(made, 1))
+        expected = jax.tree.map(np.array, state.params)
+    with step_for(made) as step:
+        state = step.init(made.params)
+        for batch in epochs_of(made, 1):
+            state, _ = step(state, batch)
+    assert distance(state.params, expected) == 0
+
+
 def test_reading_the_state_every_step_changes_nothing():
     made, params = problem("mlp"), []
     for reads in (False, True):
