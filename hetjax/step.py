@@ -394,7 +394,7 @@ class Step:
             check_model_state(self.loss_fn, self.advance, state, rows, self.workers.devices[self.workers.local[0]])
 
     def close(self) -> None:
-        """Wait for the last step and end the threads; compiled programs are dropped, the last state can still be read."""
+        """Wait for the last step, whose state can still be read, and end the threads; compiled programs are dropped."""
         pipeline, self._pipeline = self._pipeline, None
         try:
             if pipeline is not None:

@@ -374,8 +374,8 @@ class Trainer:
     def __enter__(self) -> Trainer:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, *exception: Any) -> None:
+        self.step.__exit__(*exception)
 
     def _end(self, cursor: int, sampler: Any, length: Mapping[str, int]) -> int:
         if len(length) != 1:
