@@ -162,7 +162,7 @@ def _samples(steps):
     [
         ("plan", "used another plan than this process in step"),
         ("start", "Process 1 differs from process 0 in its parameters"),
-        ("optimiser", "Process 1 differs from process 0 in its state of the optimiser"),
+        ("optimiser", "Process 1 differs from process 0 in its state of the optimizer"),
         ("end", "Process 1 differs from process 0 in its end of training: 2250 instead of 2100"),
     ],
 )
