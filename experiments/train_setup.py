@@ -97,6 +97,7 @@ def check_flags(config: Config) -> None:
         ("--seed", config.output.seed, 0, MOST_SEED),
         ("--save-steps", config.output.save_steps, 1, None),
         ("--keep", config.output.keep, 1, None),
+        ("--max-skips", learns.max_skips, 1, None),
     ):
         if value is not None:
             whole(flag, value, least, most)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 
-import numpy as np
-
+from hetjax.arguments import whole
 from hetjax.history import Record
 
 log = logging.getLogger("hetjax")
@@ -24,17 +23,13 @@ class NonFinitePolicy:
         max_skips: steps in a row that "skip" leaves out before it stops as well.
 
     Raises:
-        ValueError: for other values.
+        TypeError, ValueError: for other values.
     """
 
     def __init__(self, policy: str, max_skips: int):
         if policy not in POLICIES:
             raise ValueError(f"on_nonfinite must be 'stop' or 'skip', got {policy!r}.")
-        if isinstance(max_skips, bool) or not isinstance(max_skips, int | np.integer) or max_skips < 1:
-            raise ValueError(
-                f"max_skips is the number of steps in a row that may be skipped, at least 1; got {max_skips!r}."
-            )
-        self.policy, self.max_skips = policy, int(max_skips)
+        self.policy, self.max_skips = policy, whole("max_skips", max_skips, 1)
         self._in_a_row = 0
 
     def check(self, record: Record, node: str = "") -> None:

@@ -126,7 +126,7 @@ def choose(
         _controller(controller or base.controller, every, faithful, made_sync),
         partition if partition is not None else base.partition,
         made_sync,
-        as_spec(engine or base.engine),
+        as_spec(base.engine if engine is None else engine),
     )
     if not strategy:
         made = replace(made, name=made.controller.name if made.sync.stepped else made.sync.name)

@@ -44,6 +44,10 @@ def with_trained(params: Tree, trained: Tree) -> Tree:
 def check_params(params: Tree, sync: str) -> None:
     """Refuse parameters of which none can be trained, or that a sync which averages them cannot leave untouched."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
+    for path, leaf in leaves:
+        if not hasattr(leaf, "dtype"):
+            name = f"params{jax.tree_util.keystr(path)}"
+            raise TypeError(f"{name} is {leaf!r}: expected an array, such as jnp.zeros(3).")
     fixed = [(jax.tree_util.keystr(path), leaf.dtype) for path, leaf in leaves if not has_gradient(leaf)]
     if len(fixed) == len(leaves):
         raise ValueError("params holds no arrays of floating-point numbers: there is nothing to train.")

@@ -159,6 +159,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_nothing_had_happened(tmp_path, who
         (["--steps", "1" * 30], "--steps is 1111"),
         (["--epochs", "2147483647"], "The number of steps is"),
         (["--keep", "0"], "--keep is 0"),
+        (["--max-skips", "0"], "--max-skips is 0: expected a whole number"),
         (["--save-steps=-1"], "--save-steps is -1"),
         (["--out", ""], "--out is empty"),
         (["--out", __file__], "which is a file: expected a folder"),

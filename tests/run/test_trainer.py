@@ -337,6 +337,7 @@ def test_padding_is_charged_and_masked_shows_no_gain():
         ({"devices": 2}, "devices is 2: expected a list"),
         ({"partition": ["global"]}, r"There is no partition \['global'\]"),
         ({"sync": 5}, "sync is 5"),
+        ({"engine": []}, r"Unknown engine \[\]"),
         ({"wait_limit": float("nan")}, "wait_limit is nan"),
         ({"ema_decay": "x"}, "ema_decay is 'x'"),
         ({"eval_fn": 5}, "eval_fn is 5: expected a function"),
@@ -437,6 +438,9 @@ def test_bad_calls_get_a_sentence():
                 trainer.fit(state, {**made.data, "label": made.data["label"].astype(strange)}, steps=1)
         with pytest.raises(TypeError, match="needs __len__ and __getitem__"):
             trainer.fit(state, 5, steps=1)
+        for params, words in ((5, "params is 5"), ({"w": "x"}, r"params\['w'\] is 'x'"), ([print], r"params\[0\] is")):
+            with pytest.raises(TypeError, match=f"{words}.*: expected an array"):
+                trainer.init(params)
         with pytest.raises(ValueError, match="same number of rows"):
             trainer.fit(state, {"image": np.zeros(3), "label": np.zeros(4)}, steps=1)
         with pytest.raises(ValueError, match="holds no arrays"):

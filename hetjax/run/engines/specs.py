@@ -220,7 +220,7 @@ def as_spec(engine: str | EngineSpec) -> EngineSpec:
     """The engine of this name, or the object as it is."""
     if isinstance(engine, EngineSpec):
         return engine
-    if engine not in ENGINES:
+    if not isinstance(engine, str) or engine not in ENGINES:
         raise ValueError(
             f"Unknown engine {engine!r}: use one of {', '.join(ENGINES)}, or an object such as "
             "hetjax.Chunked(max_rows=256)."
