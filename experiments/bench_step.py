@@ -240,7 +240,7 @@ def even_overhead(quick: bool) -> tuple[dict[str, float], dict[str, Any]]:
         run_by_hand(2)
         for turn in range(3 if quick else 15):
             runs = [("by_hand", run_by_hand), ("own_loop", run_own_loop), ("trainer", run_trainer)]
-            for name, run in runs[turn % 3 :] + runs[: turn % 3]:  # nobody is always the first
+            for name, run in runs[turn % 3 :] + runs[: turn % 3]:  # each is first in turn
                 began = time.perf_counter()
                 run()
                 seconds = inside[-1] if name == "trainer" else time.perf_counter() - began

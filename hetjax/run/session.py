@@ -13,7 +13,7 @@ import numpy as np
 from hetjax.run import memory
 from hetjax.run.clocks import Clocks, Hold
 from hetjax.run.contract import Objective
-from hetjax.run.engines import Engine, EngineSpec, Program
+from hetjax.run.engines import Engine, EngineSpec, Program, Site
 from hetjax.run.layout import Layout
 from hetjax.run.local import eval_sums, layout_of, train_sums
 from hetjax.run.update import State
@@ -57,7 +57,7 @@ def open_session(
     wait_limit: float,
     **options: Any,
 ) -> Session:
-    """Compile for parameters, model state and rows of these shapes. Further options are those of `EngineSpec.build`."""
+    """Compile for parameters, model state and rows of these shapes. Further options are those of a `Site`."""
     params, model_state, row = shape
     memory.check_batch(options["batch"], row)
     objective = Objective(loss_fn, model_state is not None)
@@ -70,5 +70,5 @@ def open_session(
     program = Program(sums, layout.sizes, layout.dtype, params, model_state, row)
     if own_parameters:
         program = program.with_own_parameters()
-    built = spec.build(program, workers, clocks, quantum=quantum, **options)
+    built = spec.build(Site(program, workers, clocks, quantum=quantum, **options))
     return Session(str(shape), built, clocks, layout, exact_sync)

@@ -20,7 +20,7 @@ from hetjax.plan.sampler import Span
 from hetjax.run import layout as layouts
 from hetjax.run.clocks import Clocks
 from hetjax.run.contract import Objective
-from hetjax.run.engines import Chunked, Looped, Masked, Program
+from hetjax.run.engines import Chunked, Looped, Masked, Program, Site
 from hetjax.run.layout import Layout
 from hetjax.run.local import layout_of, train_sums
 from hetjax.run.reduce import make_reduce, own_slots
@@ -82,7 +82,7 @@ def bench(model: str, engine: str, workers: int) -> Iterator[Bench]:
     program = Program(train_sums(objective, layout), layout.sizes, layout.dtype, shapes, None, row)
     clocks = Clocks(devices)
     specs = {"chunked": Chunked(rungs=[5, 24]), "looped": Looped(micro=5), "masked": Masked()}
-    built = specs[engine].build(program, devices, clocks, batch=BATCH, capacity=BATCH)
+    built = specs[engine].build(Site(program, devices, clocks, batch=BATCH, capacity=BATCH))
     core = (made.params, None, jax.tree.map(jnp.zeros_like, made.params))
     finishes = {"": _keep_gradient, " momentum": _momentum}
     reduces = {

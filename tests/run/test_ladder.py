@@ -133,8 +133,8 @@ def test_a_rung_joins_when_it_pays_at_the_present_counts(monkeypatch):
     before = engine.limits().work(counts)
     for _ in range(150):  # steps with settled counts
         engine.grow(counts)
-        if engine._growing is not None:
-            engine._growing.result(timeout=60)
+        if engine.growing is not None:
+            engine.growing.result(timeout=60)
     assert 4 < len(ladder.programs) < len(ladder.wanted)
     assert set(ladder.programs) == set(ladder.list.prices)
     assert engine.limits().work(counts).sum() < 0.97 * before.sum()

@@ -2,7 +2,7 @@
 
 from hetjax.run.engines.chunked import ChunkedEngine
 from hetjax.run.engines.protocol import Engine, Program, Replicas
-from hetjax.run.engines.specs import ENGINES, Auto, Chunked, EngineSpec, Looped, Masked, as_spec
+from hetjax.run.engines.specs import ENGINES, Auto, Chunked, EngineSpec, Looped, Masked, Site, as_spec
 from hetjax.run.engines.spmd import LoopedEngine, MaskedEngine
 
 __all__ = [
@@ -18,5 +18,6 @@ __all__ = [
     "MaskedEngine",
     "Program",
     "Replicas",
+    "Site",
     "as_spec",
 ]

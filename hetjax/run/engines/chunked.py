@@ -87,7 +87,7 @@ class ChunkedEngine:
             )
         self._remote = self._price(gather if several else lambda said: [said])
         self._background = ThreadPoolExecutor(1, thread_name_prefix="hetjax-ladder")
-        self._growing: Future | None = None
+        self.growing: Future | None = None  # a search for a further rung, and its compile, in the background
         self._counts_W, self._settled = np.zeros(len(workers), np.int64), 0
         self._survey()
 
@@ -168,23 +168,23 @@ class ChunkedEngine:
 
         Looking and compiling happen in the background, once the counts have settled.
         """
-        if self._growing is not None and self._growing.done():
-            found, self._growing, self.compiling = self._growing.result(), None, False
+        if self.growing is not None and self.growing.done():
+            found, self.growing, self.compiling = self.growing.result(), None, False
             if found is not None:
                 ladder, rung, programs = found
                 ladder.add(rung, programs)
                 self._survey()
                 self._settled = 0  # the same counts may be worth a further rung
-        if self._growing is None and any(len(x.list.prices) < len(x.wanted) for x in self.ladders.values()):
+        if self.growing is None and any(len(x.list.prices) < len(x.wanted) for x in self.ladders.values()):
             self._settled = self._settled + 1 if np.array_equal(counts_W, self._counts_W) else 0
             self._counts_W = counts_W
             if self._settled == _SETTLED:
-                self._growing = self._background.submit(self._next_rung, counts_W)
+                self.growing = self._background.submit(self._next_rung, counts_W)
 
     def settle(self, counts_W: np.ndarray) -> None:
         """Grow the ladder for these counts, in the foreground, until no further rung promises to save work."""
-        if self._growing is not None:
-            self._growing.result()
+        if self.growing is not None:
+            self.growing.result()
             self.grow(counts_W)
         while (found := self._next_rung(counts_W)) is not None:
             ladder, rung, programs = found

@@ -21,6 +21,29 @@ Whole = int | Sequence[int] | None  # one number for all workers, or one each
 
 
 @dataclass(frozen=True)
+class Site:
+    """What an engine is built for.
+
+    Args:
+        program: what it computes.
+        workers: on which devices.
+        clocks: the threads of the local workers.
+        batch: most samples of a step over all workers.
+        capacity: most samples of each worker in a step; what suits the engine unless given.
+        quantum: counts are multiples of it.
+        priced_by_rows: whether rows, not seconds, are what a microbatch costs (simulated speeds).
+    """
+
+    program: Program
+    workers: Workers
+    clocks: Clocks
+    batch: int
+    capacity: Whole = None
+    quantum: int = 1
+    priced_by_rows: bool = False
+
+
+@dataclass(frozen=True)
 class EngineSpec:
     """What all engines have in common.
 
@@ -40,32 +63,14 @@ class EngineSpec:
             )
         return self, "as asked"
 
-    def build(
-        self,
-        program: Program,
-        workers: Workers,
-        clocks: Clocks,
-        *,
-        batch: int,
-        capacity: Whole = None,
-        quantum: int = 1,
-        priced_by_rows: bool = False,
-    ) -> Engine:
-        """Compile the engine.
-
-        Args:
-            program: what it computes.
-            batch: most samples of a step over all workers.
-            capacity: most samples of each worker in a step; what suits the engine unless given.
-            quantum: counts are multiples of it.
-            priced_by_rows: whether rows, not seconds, are what a microbatch costs (simulated speeds).
-        """
+    def build(self, site: Site) -> Engine:
+        """Compile the engine for a site."""
         raise NotImplementedError
 
-    def _capacities(self, default: int, given: Whole, batch: int, quantum: int, workers: Workers) -> np.ndarray:
-        capacity_W = per_worker("capacity", given, min(default, batch), workers)
-        whole = -(-batch // quantum) * quantum
-        capacity_W = np.minimum(-(-capacity_W // quantum) * quantum, whole)
+    def _capacities(self, site: Site, default: int) -> np.ndarray:
+        batch, quantum = site.batch, site.quantum
+        capacity_W = per_worker("capacity", site.capacity, min(default, batch), site.workers)
+        capacity_W = np.minimum(-(-capacity_W // quantum) * quantum, -(-batch // quantum) * quantum)
         if capacity_W.sum() < batch:
             raise ValueError(
                 f"The workers can take {capacity_W.sum()} samples a step in all (capacities {capacity_W.tolist()}), "
@@ -73,22 +78,25 @@ class EngineSpec:
             )
         return capacity_W
 
-    def _one_buffer(self, factor: int, given: Whole, batch: int, quantum: int, workers: Workers) -> tuple[int, int]:
-        """The capacity of an engine with one buffer size for all workers, and its most rows at once."""
-        default = factor * -(-batch // len(workers))
-        smallest = int(self._capacities(default, given, batch, quantum, workers).min())
-        most = int(per_worker("max_rows", self.max_rows, smallest, workers).min()) // quantum * quantum
-        if most == 0:
-            raise ValueError(
-                f"max_rows {self.max_rows} is less than the {quantum} samples that belong together. Raise it."
-            )
-        return smallest, most
+    def _one_buffer(self, site: Site, factor: int) -> tuple[int, int]:
+        """The capacity of an engine with one buffer size for all workers, and its most rows at once.
 
-    def _check_buffer(self, buffer: int, batch: int, workers: Workers, what: str) -> None:
-        if buffer * len(workers) < batch:
+        The capacity defaults to `factor` equal shares.
+        """
+        smallest = int(self._capacities(site, factor * -(-site.batch // len(site.workers))).min())
+        most = int(per_worker("max_rows", self.max_rows, smallest, site.workers).min())
+        if most < site.quantum:
+            raise ValueError(
+                f"max_rows {self.max_rows} is less than the {site.quantum} samples that belong together. Raise it."
+            )
+        return smallest, most // site.quantum * site.quantum
+
+    def _check_buffer(self, site: Site, buffer: int, what: str) -> None:
+        if buffer * len(site.workers) < site.batch:
             raise ValueError(
                 f"The {self.name} engine has one buffer size for all workers, the smallest {what}: {buffer} x "
-                f"{len(workers)} workers is less than batch_size {batch}. Raise the smallest one, or use 'chunked'."
+                f"{len(site.workers)} workers is less than batch_size {site.batch}. Raise the smallest one, or use "
+                "'chunked'."
             )
 
 
@@ -130,29 +138,19 @@ class Chunked(EngineSpec):
     def resolve(self, workers: Workers, exact_sync: bool) -> tuple[EngineSpec, str]:
         return self, "as asked"
 
-    def build(
-        self,
-        program: Program,
-        workers: Workers,
-        clocks: Clocks,
-        *,
-        batch: int,
-        capacity: Whole = None,
-        quantum: int = 1,
-        priced_by_rows: bool = False,
-    ) -> Engine:
+    def build(self, site: Site) -> Engine:
         """A worker may get the whole batch unless `capacity` says less."""
-        capacity_W = self._capacities(batch, capacity, batch, quantum, workers)
+        capacity_W = self._capacities(site, site.batch)
         return ChunkedEngine(
-            program,
-            workers,
-            clocks,
+            site.program,
+            site.workers,
+            site.clocks,
             capacity_W=capacity_W,
-            max_rows_W=per_worker("max_rows", self.max_rows, int(capacity_W.max()), workers),
-            quantum=quantum,
+            max_rows_W=per_worker("max_rows", self.max_rows, int(capacity_W.max()), site.workers),
+            quantum=site.quantum,
             rungs=self.rungs,
             complete=self.complete,
-            priced_by_rows=priced_by_rows,
+            priced_by_rows=site.priced_by_rows,
         )
 
 
@@ -168,22 +166,14 @@ class Looped(EngineSpec):
     micro: int | None = None
     name: ClassVar[str] = "looped"
 
-    def build(
-        self,
-        program: Program,
-        workers: Workers,
-        clocks: Clocks,
-        *,
-        batch: int,
-        capacity: Whole = None,
-        quantum: int = 1,
-        priced_by_rows: bool = False,
-    ) -> Engine:
+    def build(self, site: Site) -> Engine:
         """The capacity defaults to four times an equal share, as its buffer only costs memory."""
-        smallest, most = self._one_buffer(4, capacity, batch, quantum, workers)
-        self._check_buffer(smallest, batch, workers, "capacity")
+        smallest, most = self._one_buffer(site, 4)
+        self._check_buffer(site, smallest, "capacity")
         micro = min(self.micro or max(16, smallest // 16), most)
-        return LoopedEngine(program, workers, clocks, capacity=smallest, micro=micro, quantum=quantum)
+        return LoopedEngine(
+            site.program, site.workers, site.clocks, capacity=smallest, micro=micro, quantum=site.quantum
+        )
 
 
 @dataclass(frozen=True)
@@ -195,22 +185,11 @@ class Masked(EngineSpec):
 
     name: ClassVar[str] = "masked"
 
-    def build(
-        self,
-        program: Program,
-        workers: Workers,
-        clocks: Clocks,
-        *,
-        batch: int,
-        capacity: Whole = None,
-        quantum: int = 1,
-        priced_by_rows: bool = False,
-    ) -> Engine:
+    def build(self, site: Site) -> Engine:
         """The capacity defaults to twice an equal share, as it computes its whole buffer at once."""
-        smallest, most = self._one_buffer(2, capacity, batch, quantum, workers)
-        smallest = min(smallest, most)
-        self._check_buffer(smallest, batch, workers, "capacity or max_rows")
-        return MaskedEngine(program, workers, clocks, capacity=smallest, quantum=quantum)
+        smallest = min(self._one_buffer(site, 2))
+        self._check_buffer(site, smallest, "capacity or max_rows")
+        return MaskedEngine(site.program, site.workers, site.clocks, capacity=smallest, quantum=site.quantum)
 
 
 ENGINES: dict[str, type[EngineSpec]] = {spec.name: spec for spec in (Auto, Chunked, Looped, Masked)}
