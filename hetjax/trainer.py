@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice, zip_longest
@@ -80,6 +81,7 @@ class Trainer:
         seed: int = 0,
         **options: Any,
     ):
+        _check_options(options)
         quantum = whole("quantum", getattr(loss_fn, "quantum", 1) if quantum is None else quantum, 1, MOST_SAMPLES)
         chosen = presets.choose(
             strategy, controller=controller, partition=partition, sync=sync, engine=engine, quantum=quantum
@@ -402,3 +404,14 @@ class Trainer:
                 "blocks from the source that is trained on."
             )
         return BlockSampler(self.blocks.indices, self.batch_size, self.seed)
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Refuse options that a step does not have; what belongs to an engine is named."""
+    of_engine = {"rungs": "rungs=[16, 64]", "max_rows": "max_rows=256", "complete_ladder": "complete=True"}
+    known = inspect.signature(Step).parameters
+    for name in sorted(options.keys() - known.keys()):
+        hint = f"Options of a step are {', '.join(known)}."
+        if name in of_engine:
+            hint = f"Give it to the engine: engine=hetjax.Chunked({of_engine[name]})."
+        raise TypeError(f"Trainer has no option {name!r}. {hint}")
