@@ -141,7 +141,7 @@ def ends_together(
     """The batches of this process's loader, up to where the shortest of all processes' loaders ends.
 
     How many batches a process has left, at most MANY = 2, travels with the sums of every step. Those of step k are
-    known when the batch of step k + 2 is asked for, so nobody starts a step that another process cannot.
+    known when the batch of step k + 2 is asked for, so no process starts a step that another one cannot.
 
     Args:
         loader: of this process.

@@ -122,7 +122,7 @@ class Pipeline:
             wait(running.futures, timeout=self.session.clocks.wait_limit)
 
     def state(self, step: int, cursor: int) -> State:
-        """The state after so many steps; ends the step that runs if it is that one."""
+        """The state after step number `step`; waits for that step if it is still running."""
         if step == self.made + 1:
             self.complete()
         if step != self.made:

@@ -165,7 +165,7 @@ class ShardedSampler(ABC):
         return self.order.steps_between(cursor, end)
 
     def end_of(self, cursor: int, steps: int) -> int:
-        """The cursor after so many further steps, at most: how many samples they have depends on the shards."""
+        """An upper bound on the cursor after `steps` further steps: their sizes depend on the shards."""
         return cursor + steps * self.batch
 
     def indices(self, epoch: int, start: int, stop: int) -> np.ndarray:

@@ -144,7 +144,7 @@ class Sampler:
         return epochs * self.size + rest * self.batch
 
     def end_of(self, cursor: int, steps: int) -> int:
-        """The cursor after so many further steps, of which the last one of an epoch is short."""
+        """The cursor after `steps` further steps; the last step of an epoch is short."""
         return self.samples_in(self.whole_steps(cursor) + steps)
 
     def indices(self, epoch: int, start: int, stop: int) -> np.ndarray:

@@ -54,7 +54,7 @@ def probe_size(quantum: int) -> int:
 
 
 def probe_indices(samples: int, quantum: int) -> np.ndarray:
-    """Which of so many samples a trial takes, from all over them."""
+    """Indices of the samples to probe, spread evenly over the source."""
     rows = probe_size(quantum)
     return np.arange(rows) * samples // rows
 
