@@ -26,16 +26,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
-from async_problems import Problem, digits, loss_fn, sparse
-from async_speed_up import PHASES, real_speed_up, simulated_speed_up
+from benches.async_problems import Problem, digits, loss_fn, sparse
+from benches.async_speed_up import PHASES, real_speed_up, simulated_speed_up
 from rich.console import Console
 from rich.table import Table
 
 from hetjax import Chunked, Simulation, Trainer, fake_devices
 from hetjax.data import MemorySource
 from hetjax.history import History
-from hetjax.plan import controllers
-from hetjax.run.simulate import constant
+from hetjax.planning import controllers
+from hetjax.simulation.speeds import constant
 from hetjax.sync import AdaptiveHogbatch, AdaptiveSgd, Hogbatch
 
 SYNCS = ("equal", "balanced", "hogbatch", "adaptive-hogbatch", "adaptive-sgd")

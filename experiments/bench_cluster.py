@@ -42,12 +42,13 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from hetjax.launch import child, variables
-from hetjax.launch.meeting_point import free_port
+from hetjax import environment
+from hetjax.fleet.rendezvous import free_port
+from hetjax.launch import child
 from hetjax.launch.quotas import CpuQuota, QuotasRefused, check_cores, remove_stale
-from hetjax.plan.controllers import make
+from hetjax.planning.controllers import make
 
-WORKER = Path(__file__).with_name("cluster_worker.py")
+WORKER = Path(__file__).with_name("benches") / "cluster_worker.py"
 SELDOM = 5
 SKIP = 10  # steps in which controllers that act seldom find their shares
 BACK = 1.15
@@ -64,7 +65,11 @@ def run_cluster(orders: dict[str, Any], limit: float) -> list[dict[str, Any]]:
         command = [sys.executable, str(WORKER), json.dumps(orders)]
         processes = []
         for i, group in enumerate(groups):
-            who = {variables.COORDINATOR: address, variables.PROCESSES: str(len(quotas)), variables.PROCESS: str(i)}
+            who = {
+                environment.COORDINATOR: address,
+                environment.PROCESSES: str(len(quotas)),
+                environment.PROCESS: str(i),
+            }
             process = subprocess.Popen(
                 [*start, str(group.path / "cgroup.procs"), "-", *command],
                 env={**os.environ, **who, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"},

@@ -31,10 +31,10 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from controller_traces import DISTURBED, QUIET, recovery  # isort: skip
-from hetjax.plan.controllers import Balanced, Observation, make
-from hetjax.plan.limits import Limits
-from hetjax.plan.virtual_time import Run, Trace, best_times, simulate
+from benches.controller_traces import DISTURBED, QUIET, recovery  # isort: skip
+from hetjax.planning.controllers import Balanced, Observation, make
+from hetjax.planning.limits import Limits
+from hetjax.planning.simulator import Run, Trace, best_times, simulate
 
 COLUMNS: dict[str, tuple[str, dict[str, Any]]] = {
     "equal": ("equal", {}),

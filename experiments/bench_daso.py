@@ -40,16 +40,17 @@ from typing import Annotated, Any
 
 import numpy as np
 import tyro
-from daso_links import Links, LinksRefused
+from benches.links import Links, LinksRefused
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from hetjax.launch import child, variables
-from hetjax.launch.meeting_point import free_port
+from hetjax import environment
+from hetjax.fleet.rendezvous import free_port
+from hetjax.launch import child
 from hetjax.launch.quotas import CpuQuota, QuotasRefused, remove_stale
 
-NODE = Path(__file__).with_name("daso_node.py")
+NODE = Path(__file__).with_name("benches") / "daso_node.py"
 FASHION = Path("/usr/share/datasets/fashion-mnist")
 SLOW = 0.5  # cores of the last node, where nodes are unequal
 WORTH = 0.1  # of an epoch's time: less is no advantage
@@ -138,11 +139,11 @@ def run_once(orders: dict[str, Any], where: Places, unequal: bool, limit: float)
         processes = []
         for j, group in enumerate(groups):
             becomes = [sys.executable, "-I", "-S", child.__file__, str(os.getpid()), group, str(cores[j % len(cores)])]
-            who = {variables.COORDINATOR: where.coordinator, variables.PROCESSES: str(where.nodes)}
+            who = {environment.COORDINATOR: where.coordinator, environment.PROCESSES: str(where.nodes)}
             devices = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}  # one computes, one carries the exchanges
             process = subprocess.Popen(
                 [*becomes, *where.inside(j), sys.executable, str(NODE), json.dumps(orders)],
-                env={**os.environ, **who, variables.PROCESS: str(j), **devices},
+                env={**os.environ, **who, environment.PROCESS: str(j), **devices},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,

@@ -33,13 +33,13 @@ from rich.console import Console
 from rich.table import Table
 
 from hetjax.data import load
-from hetjax.plan.blocks import Blocks, class_balanced_blocks, numbered, quotas, random_blocks
-from hetjax.plan.quality import Quality, quality
-from hetjax.plan.submodular import OBJECTIVES, RULES, recut, submodular_blocks
-from hetjax.plan.submodular.cut import class_kernels, share_out
-from hetjax.plan.submodular.kernel import gaussian_kernel, median_bandwidth
-from hetjax.plan.submodular.objectives import total_value
-from hetjax.source_blocks import read_classes, read_features
+from hetjax.data.source_blocks import read_classes, read_features
+from hetjax.sampling.blocks import Blocks, class_balanced_blocks, numbered, quotas, random_blocks
+from hetjax.sampling.quality import Quality, quality
+from hetjax.sampling.submodular import OBJECTIVES, RULES, recut, submodular_blocks
+from hetjax.sampling.submodular.cut import class_kernels, share_out
+from hetjax.sampling.submodular.kernel import gaussian_kernel, median_bandwidth
+from hetjax.sampling.submodular.objectives import total_value
 
 RATES = {"equal": [1.0, 1.0, 1.0, 1.0], "unequal": [4.0, 2.0, 1.0, 1.0]}
 

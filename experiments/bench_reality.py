@@ -19,10 +19,10 @@ from typing import Annotated, Any
 import numpy as np
 import tyro
 
-from hetjax.plan import controllers
-from hetjax.plan.limits import Limits
-from hetjax.plan.virtual_time import Trace, simulate
-from hetjax.run.trace_file import read_trace
+from hetjax.planning import controllers
+from hetjax.planning.limits import Limits
+from hetjax.planning.simulator import Trace, simulate
+from hetjax.simulation.traces import read_trace
 
 HERE = Path(__file__).resolve().parent
 BATCH, ROW_TIME = 256, 3e-3  # samples; seconds of one row at speed 1, some 40 times the real compute of this CNN

@@ -38,12 +38,12 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import hetjax
-from hetjax import Example, models
-from hetjax.plan import controllers
-from hetjax.plan.controllers.protocol import Observation, Plan
-from hetjax.plan.limits import Limits
-from hetjax.run.compiles import compiles
-from hetjax.run.workers import AXIS, Workers
+from hetjax import Example, zoo
+from hetjax.devices.compiles import compiles
+from hetjax.devices.workers import AXIS, Workers
+from hetjax.planning import controllers
+from hetjax.planning.controllers.base import Observation, Plan
+from hetjax.planning.limits import Limits
 
 
 @dataclass(frozen=True)
@@ -60,25 +60,25 @@ class Case:
 
 
 def image_loss(model: Any, example: Any, rngs: Any) -> Example:
-    score = models.classification(model(example["image"], rngs=rngs), example["label"])
+    score = zoo.classification(model(example["image"], rngs=rngs), example["label"])
     return Example(score.loss, None, {"accuracy": score.correct})
 
 
 def text_loss(model: Any, example: Any, rngs: Any) -> Example:
-    score = models.next_token(model(example["tokens"], rngs=rngs), example["targets"], example["weights"])
+    score = zoo.next_token(model(example["tokens"], rngs=rngs), example["targets"], example["weights"])
     return Example(score.loss, score.weight, {"accuracy": score.correct})
 
 
 def case(name: str) -> Case:
     rng, rngs = np.random.default_rng(0), nnx.Rngs(0)
     if name == "transformer":
-        model = models.Transformer(32, 128, width=64, depth=1, heads=4, dropout=0.0, rngs=rngs)
+        model = zoo.Transformer(32, 128, width=64, depth=1, heads=4, dropout=0.0, rngs=rngs)
         tokens = rng.integers(0, 128, (256, 33)).astype(np.int32)
         data = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "weights": np.ones((256, 32), np.float32)}
         return Case(name, hetjax.from_nnx(model, text_loss), data)
     image, label = rng.random((256, 28, 28, 1), np.float32), rng.integers(0, 10, 256).astype(np.int32)
     options = {"mlp": {"hidden": (1024, 1024)}, "cnn": {}}[name]
-    model = {"mlp": models.MLP, "cnn": models.CNN}[name]((28, 28, 1), 10, rngs=rngs, **options)
+    model = {"mlp": zoo.MLP, "cnn": zoo.CNN}[name]((28, 28, 1), 10, rngs=rngs, **options)
     return Case(name, hetjax.from_nnx(model, image_loss), {"image": image, "label": label})
 
 

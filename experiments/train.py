@@ -6,8 +6,8 @@
     python experiments/train.py --help
 
 From top to bottom: configuration, processes, devices, then for each run data, model, trainer, run folder; a table at
-the end. The flags are in train_config.py, what they mean in train_setup.py, the output in train_output.py, what
-becomes of an earlier run in the same folder, and that no other run uses it, in train_takeover.py.
+the end. The flags are in config.py, what they mean in setup.py, the output in output.py, what
+becomes of an earlier run in the same folder, and that no other run uses it, in training/takeover.py.
 """
 
 from __future__ import annotations
@@ -21,26 +21,23 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import train_blocks
-import train_config
-import train_output
-import train_setup
 from rich.console import Console
-from train_config import Config
-from train_takeover import CHECKPOINTS, Takeover, sole_use
+from training import configs, output, partitions, setup
+from training.configs import Config
+from training.takeover import CHECKPOINTS, Takeover, sole_use
 
-from hetjax import checkpoint, watch
+from hetjax import checkpoint, report
+from hetjax.environment import RESTART, STARTED
+from hetjax.fleet.agree import Disagreement, gather, same
+from hetjax.fleet.distributed import initialise, leave
 from hetjax.history import History
 from hetjax.interrupt import stop_on_signals
 from hetjax.launch import heartbeat
 from hetjax.launch.heartbeat import Heartbeat
-from hetjax.launch.variables import RESTART, STARTED
 from hetjax.nonfinite import NonFiniteError
 from hetjax.presets import Choice, choose
-from hetjax.run.agree import Disagreement, gather, same
-from hetjax.run.distributed import initialise, leave
-from hetjax.run.simulate import Simulation
-from hetjax.run.update import State
+from hetjax.reduce.update import State
+from hetjax.simulation.speeds import Simulation
 from hetjax.trainer import Trainer
 
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
@@ -56,10 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     when stopped from outside."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     console, debug = Console(), "--debug" in arguments
-    train_output.quiet_logs(console, debug)
+    output.quiet_logs(console, debug)
     try:
         config = read_config(arguments)
-        train_setup.check_flags(config)
+        setup.check_flags(config)
         asked = config.processes
         place = initialise(asked.coordinator, asked.processes, asked.process, start_limit=asked.start_limit)
         console.quiet = not place.first
@@ -91,33 +88,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def read_config(arguments: Sequence[str]) -> Config:
     """Flags over a named experiment, or over the configuration of the run that is to be resumed."""
-    name, out = (train_config.before_flags(arguments, flag) for flag in ("--config", "--out"))
+    name, out = (configs.before_flags(arguments, flag) for flag in ("--config", "--out"))
     if out == "":
         raise ValueError("--out is empty: give the folder of the run, or leave it out.")
-    default = Config() if name is None else train_config.named(name)
-    default = train_config.one_length(arguments, default)
+    default = Config() if name is None else configs.named(name)
+    default = configs.one_length(arguments, default)
     if "--resume" not in arguments:
-        return train_config.parse(arguments, default)
+        return configs.parse(arguments, default)
     folder = Path(out) if out is not None else default.folder
     path = folder / "config.json"
     of_another = path.is_file() and path.stat().st_mtime < float(os.environ.get(STARTED, 0))
     if of_another or (RESTART in os.environ and not path.is_file()):  # the launcher said --resume; nothing had begun
-        return train_config.parse([flag for flag in arguments if flag != "--resume"], default)
+        return configs.parse([flag for flag in arguments if flag != "--resume"], default)
     if not path.is_file():
         raise ValueError(f"There is no run to resume in {folder}: it holds no config.json. Give its folder by --out.")
-    saved = train_config.saved(path, default)
-    config = train_config.parse(arguments, train_config.one_length(arguments, saved))
-    train_config.check_same_run(saved, config, folder)
+    saved = configs.saved(path, default)
+    config = configs.parse(arguments, configs.one_length(arguments, saved))
+    configs.check_same_run(saved, config, folder)
     return config
 
 
 def run(config: Config, processes: int, heart: Heartbeat | None, console: Console) -> None:
     """The one run that was asked for, or equal and balanced in turn."""
-    simulation, devices = train_setup.find_devices(config, processes)
+    simulation, devices = setup.find_devices(config, processes)
     told = {name: value for name, value in config.flat().items() if name not in OF_A_PROCESS}
     same(resume=config.output.resume, **told)
-    folder, method = config.folder, train_setup.method(config, processes)
-    train_blocks.check_flags(config)
+    folder, method = config.folder, setup.method(config, processes)
+    partitions.check_flags(config)
     with sole_use(folder):
         run_in(folder, config, method, devices, simulation, heart, console)
 
@@ -138,9 +135,9 @@ def run_in(
         summary = train(config, chosen, folder, [folder], devices, simulation, heart, console)
         if jax.process_index() != 0:
             return
-        drawn = watch.report(folder)
-        train_output.show_table([(name, summary)], console)
-        train_output.show_paths(folder / "run.png", drawn.page, console)
+        drawn = report.report(folder)
+        output.show_table([(name, summary)], console)
+        output.show_paths(folder / "run.png", drawn.page, console)
         return
     names, summaries = ("equal", "balanced"), []
     places = [folder / name for name in names]
@@ -152,10 +149,10 @@ def run_in(
         summaries.append((name, summary))
     if jax.process_index() != 0:
         return
-    drawn = watch.report(folder / "equal", folder / "balanced", page=folder / "report.html")
-    train_output.show_table(summaries, console)
-    train_output.show_comparison(summaries, folder, console)
-    train_output.show_paths(folder / "balanced" / "run.png", drawn.page, console)
+    drawn = report.report(folder / "equal", folder / "balanced", page=folder / "report.html")
+    output.show_table(summaries, console)
+    output.show_comparison(summaries, folder, console)
+    output.show_paths(folder / "balanced" / "run.png", drawn.page, console)
 
 
 def train(
@@ -172,25 +169,25 @@ def train(
 
     What earlier runs left there and in the other folders that it `replaces` is gone after its first step.
     """
-    name, task = chosen.name, train_setup.make_task_of(config)
-    steps, epochs = train_setup.duration(config)
-    finished = train_output.finished(folder, steps, epochs * len(task.train)) if config.output.resume else None
+    name, task = chosen.name, setup.make_task_of(config)
+    steps, epochs = setup.duration(config)
+    finished = output.finished(folder, steps, epochs * len(task.train)) if config.output.resume else None
     if finished is not None:
         console.print(f"{name}: finished already, see {folder}", soft_wrap=True, highlight=False)
         return finished
-    total_steps = train_setup.total_steps(config, len(task.train))
-    partition = train_blocks.partition_of(config, chosen, task, devices, simulation, folder, console)
+    total_steps = setup.total_steps(config, len(task.train))
+    partition = partitions.partition_of(config, chosen, task, devices, simulation, folder, console)
     trainer = Trainer(
         task.model,
-        train_setup.optimizer(config, total_steps, scheduled=chosen.sync.stepped),
+        setup.optimizer(config, total_steps, scheduled=chosen.sync.stepped),
         batch_size=config.data.batch_size,
         controller=chosen.controller if chosen.sync.stepped else None,
         partition=partition,
-        sync=train_setup.scheduled_sync(config, chosen, total_steps),
+        sync=setup.scheduled_sync(config, chosen, total_steps),
         engine=chosen.engine,
         devices=devices,
         speeds=simulation,
-        capacity=train_setup.whole_numbers("--capacity", config.workers.capacity),
+        capacity=setup.whole_numbers("--capacity", config.workers.capacity),
         ema_decay=config.optimiser.ema,
         seed=config.output.seed,
         on_nonfinite=config.optimiser.on_nonfinite,
@@ -202,8 +199,8 @@ def train(
         row_time = lambda: trainer.simulation and trainer.simulation.row_time
         told = "compiling" if state.step == 0 else f"compiling; goes on after step {state.step}"
         console.print(f"{name}: {len(devices)} workers, {told}", highlight=False)
-        tracker = train_output.trackers(config, name, folder, state.step)
-        follow = watch.Follow(tracker, **before)
+        tracker = output.trackers(config, name, folder, state.step)
+        follow = report.Follow(tracker, **before)
         saver = checkpoint.Saver(
             folder / CHECKPOINTS,
             trainer,
@@ -219,9 +216,9 @@ def train(
         )
         takeover = Takeover(config, folder, replaces, partition)
         hooks = [takeover, follow, saver, interrupt]
-        hooks += [watch.Progress(name, console=console), *([] if heart is None else [heart])]
+        hooks += [report.Progress(name, console=console), *([] if heart is None else [heart])]
         history = History(engine=chosen.engine.name, workers=len(devices))
-        with train_output.log_file(folder, "a" if state.step else "w"), saver:
+        with output.log_file(folder, "a" if state.step else "w"), saver:
             if left(state) > 0:
                 length = {"steps": left(state)} if steps else {"stop_at": epochs * len(task.train)}
                 try:
@@ -246,7 +243,7 @@ def train(
         history.ideal_samples_per_s = sum(ideals) if all(ideals) else None
     if jax.process_index() != 0:
         return {"row_time": row_time()}
-    summary = train_output.summary(chosen, folder, history, tested, state, follow.seconds, follow.plan_changes) | {
+    summary = output.summary(chosen, folder, history, tested, state, follow.seconds, follow.plan_changes) | {
         "row_time": row_time(),
         "last_step": int(state.step),
         "cursor": int(state.cursor),
@@ -262,9 +259,9 @@ def beginning(config: Config, trainer: Trainer, fresh: State, folder: Path) -> t
     if found is None:
         return fresh, {}
     if config.optimiser.schedule == "cosine":
-        saved = train_config.with_values(config, found.extra.get("config", {}))
-        was, now = train_setup.length(saved), train_setup.length(config)
-        train_output.warn_of_new_length(was, now, found.state.step)
+        saved = configs.with_values(config, found.extra.get("config", {}))
+        was, now = setup.length(saved), setup.length(config)
+        output.warn_of_new_length(was, now, found.state.step)
     if trainer.simulation is not None:
         trainer.simulation.row_time = found.extra.get("row_time")
     before = {"seconds": found.extra.get("seconds", 0.0), "plan_changes": found.extra.get("plan_changes", 0)}

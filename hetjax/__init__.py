@@ -6,47 +6,47 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hetjax.devices import fake_devices
+    from hetjax.adapters.batch_norm import BatchNorm, LinenBatchNorm
+    from hetjax.adapters.contract import Example
+    from hetjax.adapters.flax_models import FlaxModel, from_linen, from_nnx
+    from hetjax.data.source_blocks import make_blocks
+    from hetjax.devices.fake import fake_devices
+    from hetjax.engines import Auto, Chunked, Looped, Masked
     from hetjax.history import History, Record
     from hetjax.nonfinite import NonFiniteError
     from hetjax.pipeline import LiveState
-    from hetjax.plan.allocation import solve
-    from hetjax.run.contract import Example
-    from hetjax.run.engines import Auto, Chunked, Looped, Masked
-    from hetjax.run.from_flax import FlaxModel, from_linen, from_nnx
-    from hetjax.run.norm import BatchNorm, LinenBatchNorm
-    from hetjax.run.simulate import Simulation
-    from hetjax.run.update import State, running_average
-    from hetjax.source_blocks import make_blocks
+    from hetjax.planning.allocation import solve
+    from hetjax.reduce.update import State, running_average
+    from hetjax.report.hooks import Progress
+    from hetjax.simulation.speeds import Simulation
     from hetjax.step import Step
     from hetjax.trainer import Trainer
-    from hetjax.watch.hooks import Progress
 
-# Loaded when first used, so that planning (hetjax.plan) never pulls JAX in.
+# Loaded when first used, so that planning (hetjax.planning) never pulls JAX in.
 _HOME = {
-    "Auto": "hetjax.run.engines",
-    "BatchNorm": "hetjax.run.norm",
-    "Chunked": "hetjax.run.engines",
-    "Example": "hetjax.run.contract",
-    "FlaxModel": "hetjax.run.from_flax",
+    "Auto": "hetjax.engines",
+    "BatchNorm": "hetjax.adapters.batch_norm",
+    "Chunked": "hetjax.engines",
+    "Example": "hetjax.adapters.contract",
+    "FlaxModel": "hetjax.adapters.flax_models",
     "History": "hetjax.history",
-    "LinenBatchNorm": "hetjax.run.norm",
+    "LinenBatchNorm": "hetjax.adapters.batch_norm",
     "LiveState": "hetjax.pipeline",
-    "Looped": "hetjax.run.engines",
-    "Masked": "hetjax.run.engines",
+    "Looped": "hetjax.engines",
+    "Masked": "hetjax.engines",
     "NonFiniteError": "hetjax.nonfinite",
-    "Progress": "hetjax.watch.hooks",
+    "Progress": "hetjax.report.hooks",
     "Record": "hetjax.history",
-    "Simulation": "hetjax.run.simulate",
-    "State": "hetjax.run.update",
+    "Simulation": "hetjax.simulation.speeds",
+    "State": "hetjax.reduce.update",
     "Step": "hetjax.step",
     "Trainer": "hetjax.trainer",
-    "fake_devices": "hetjax.devices",
-    "from_linen": "hetjax.run.from_flax",
-    "from_nnx": "hetjax.run.from_flax",
-    "make_blocks": "hetjax.source_blocks",
-    "running_average": "hetjax.run.update",
-    "solve": "hetjax.plan.allocation",
+    "fake_devices": "hetjax.devices.fake",
+    "from_linen": "hetjax.adapters.flax_models",
+    "from_nnx": "hetjax.adapters.flax_models",
+    "make_blocks": "hetjax.data.source_blocks",
+    "running_average": "hetjax.reduce.update",
+    "solve": "hetjax.planning.allocation",
 }
 
 __version__ = "0.1.0"

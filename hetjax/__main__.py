@@ -20,7 +20,7 @@ def report(folders: tyro.conf.Positional[tuple[Path, ...]], page: Path | None = 
         folders: folders that training runs wrote, or folders with several of them
         page: where the page goes; report.html in the folder that holds them all unless told
     """
-    from hetjax.watch import report as draw
+    from hetjax.report import report as draw
 
     drawn = draw(*folders, page=page)
     for path in (*drawn.figures, drawn.page):
@@ -33,7 +33,7 @@ def check(devices: Annotated[int | None, tyro.conf.arg(metavar="INT", help_behav
     Args:
         devices: how many; on a CPU so many fake ones, 4 unless told
     """
-    from hetjax.check import check as examine
+    from hetjax.cli.check import check as examine
 
     examine(devices, Console())
 
@@ -79,7 +79,7 @@ def partition(
             are beside these
         seed: of random partitions and pseudo-classes
     """
-    from hetjax.blocks_command import cut, parse_rates
+    from hetjax.cli.partition import cut, parse_rates
 
     cut(
         dataset,

@@ -10,8 +10,8 @@ import numpy as np
 from hetjax.thinning import Thinning
 
 if TYPE_CHECKING:
-    from hetjax.plan.sampler import PlannedStep
-    from hetjax.run.layout import Report
+    from hetjax.reduce.layout import Report
+    from hetjax.sampling.order import PlannedStep
 
 
 @dataclass(frozen=True)

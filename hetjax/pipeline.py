@@ -18,15 +18,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from hetjax.plan.controllers.protocol import Observation
-from hetjax.plan.sampler import PlannedStep
-from hetjax.run.agree import Disagreement
-from hetjax.run.clocks import Lap
-from hetjax.run.layout import MANY, Report
-from hetjax.run.reduce import Reduce, own_slots
-from hetjax.run.session import Session
-from hetjax.run.simulate import Simulation
-from hetjax.run.update import State
+from hetjax.engines.clocks import Lap
+from hetjax.engines.session import Session
+from hetjax.fleet.agree import Disagreement
+from hetjax.planning.controllers.base import Observation
+from hetjax.reduce.layout import MANY, Report
+from hetjax.reduce.transports import Reduce, own_slots
+from hetjax.reduce.update import State
+from hetjax.sampling.order import PlannedStep
+from hetjax.simulation.speeds import Simulation
 
 Tree = Any
 Finished = tuple[PlannedStep, Report]

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hetjax import sync as syncs
-from hetjax.plan import controllers
-from hetjax.plan.blocks import Blocks
-from hetjax.plan.controllers.protocol import Controller
-from hetjax.run.engines import EngineSpec, as_spec
-from hetjax.run.workers import Workers, device_kind
+from hetjax.devices.workers import Workers, device_kind
+from hetjax.engines import EngineSpec, as_spec
+from hetjax.planning import controllers
+from hetjax.planning.controllers.base import Controller
+from hetjax.sampling.blocks import Blocks
 from hetjax.sync import Sync
 
 PARTITIONS = ("global", "proportional", "submodular")
@@ -152,7 +152,7 @@ def check_without_epochs(controller: Controller) -> None:
         name = controller.name
         raise ValueError(
             f"The controller {name!r} acts once an epoch, and this run has no epochs: give Step epoch_size, the "
-            f"samples in an epoch, or use controller=hetjax.plan.controllers.make({name!r}, every=5)."
+            f"samples in an epoch, or use controller=hetjax.planning.controllers.make({name!r}, every=5)."
         )
 
 

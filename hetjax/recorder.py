@@ -6,9 +6,9 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hetjax.devices.compiles import compiles
 from hetjax.history import History, Record
-from hetjax.run.compiles import compiles
-from hetjax.run.simulate import Simulation
+from hetjax.simulation.speeds import Simulation
 
 log = logging.getLogger("hetjax")
 Hook = Callable[[Record, Any], None]  # may also have begin(history) and end(history), called around the steps

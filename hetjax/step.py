@@ -13,31 +13,31 @@ import numpy as np
 import optax
 
 from hetjax import presets
+from hetjax.adapters.probe import check_model_state, probe_indices, probe_size, warn_of_idle_workers
 from hetjax.arguments import MOST_SAMPLES, MOST_SEED, number, whole
-from hetjax.batches import HostBatch, as_batch, check_rows, ends_together, sample_of
-from hetjax.calibration import calibrate
+from hetjax.data.batches import HostBatch, as_batch, check_rows, ends_together, sample_of
 from hetjax.data.rows import Rows
+from hetjax.devices import memory
+from hetjax.devices.workers import Workers
+from hetjax.engines import Engine, EngineSpec
+from hetjax.engines.clocks import no_hold
+from hetjax.engines.session import Session, open_session, shapes
+from hetjax.engines.specs import Whole, per_worker
+from hetjax.fleet.agree import digest, same
 from hetjax.history import Record
 from hetjax.nonfinite import NonFiniteError, NonFinitePolicy
 from hetjax.pipeline import Finished, LiveState, Pipeline, Requests
-from hetjax.plan.allocation import solve
-from hetjax.plan.controllers.protocol import Controller, Plan
-from hetjax.plan.sampler import PlannedStep, Span
-from hetjax.run import memory
-from hetjax.run.agree import digest, same
-from hetjax.run.clocks import no_hold
-from hetjax.run.engines import Engine, EngineSpec
-from hetjax.run.engines.specs import Whole, per_worker
-from hetjax.run.layout import MANY
-from hetjax.run.model_state import check_model_state, probe_indices, probe_size, warn_of_idle_workers
-from hetjax.run.optimizer import check_optimizer, check_params, init_optimizer
-from hetjax.run.reduce import make_reduce
-from hetjax.run.session import Session, open_session, shapes
-from hetjax.run.simulate import Simulation, constant, of_survivors
-from hetjax.run.update import State, checked, running_average, unchanged
-from hetjax.run.workers import Workers
+from hetjax.planning.allocation import solve
+from hetjax.planning.controllers.base import Controller, Plan
+from hetjax.reduce.layout import MANY
+from hetjax.reduce.optimizer import check_optimizer, check_params, init_optimizer
+from hetjax.reduce.transports import make_reduce
+from hetjax.reduce.update import State, checked, running_average, unchanged
+from hetjax.sampling.order import PlannedStep, Span
+from hetjax.simulation.calibration import calibrate
+from hetjax.simulation.speeds import Simulation, constant, of_survivors
 from hetjax.sync import Sync
-from hetjax.sync.protocol import Rule, Setting
+from hetjax.sync.base import Rule, Setting
 
 log = logging.getLogger("hetjax")
 Tree = Any

@@ -14,25 +14,25 @@ import optax
 
 from hetjax import presets
 from hetjax import sync as syncs
+from hetjax.adapters.probe import probe_indices
 from hetjax.arguments import MOST_SAMPLES, MOST_SEED, check_batch_size, check_hooks, whole
-from hetjax.batches import FeedBatch, as_batch, is_stream, sample_of
-from hetjax.calibration import calibrate
+from hetjax.data.batches import FeedBatch, as_batch, is_stream, sample_of
 from hetjax.data.feed import Feed
 from hetjax.data.memory import as_source
 from hetjax.data.rows import Rows
 from hetjax.data.source import Source, fetch
+from hetjax.engines import EngineSpec
+from hetjax.fleet.agree import digest, same
 from hetjax.history import History, Record
 from hetjax.pipeline import LiveState
-from hetjax.plan.blocks import Blocks
-from hetjax.plan.controllers.protocol import Controller
-from hetjax.plan.partition import BlockSampler, ProportionalSampler
-from hetjax.plan.sampler import Sampler
+from hetjax.planning.controllers.base import Controller
 from hetjax.recorder import Hook, Recorder
-from hetjax.run.agree import digest, same
-from hetjax.run.engines import EngineSpec
-from hetjax.run.model_state import probe_indices
-from hetjax.run.optimizer import check_params
-from hetjax.run.update import State, checked
+from hetjax.reduce.optimizer import check_params
+from hetjax.reduce.update import State, checked
+from hetjax.sampling.blocks import Blocks
+from hetjax.sampling.order import Sampler
+from hetjax.sampling.shards import BlockSampler, ProportionalSampler
+from hetjax.simulation.calibration import calibrate
 from hetjax.step import Step
 from hetjax.sync import Sync
 from hetjax.sync.job import Job

@@ -17,7 +17,7 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from hetjax.launch.variables import PROGRAMS  # noqa: E402
+from hetjax.environment import PROGRAMS  # noqa: E402
 
 _STORE_LIMIT = 2**28  # bytes of compiled programs that are kept for the next tests
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from hetjax.arguments import number, whole
-from hetjax.run import memory
-from hetjax.run.agree import same
-from hetjax.run.workers import Workers
-from hetjax.task import make_task
+from hetjax.devices import memory
+from hetjax.devices.workers import Workers
+from hetjax.fleet.agree import same
+from hetjax.zoo.tasks import make_task
 
 
 @pytest.mark.parametrize("value", [1, 7, np.int64(7), np.uint8(7), np.array(7)])
@@ -45,7 +45,7 @@ def test_nan_equals_nan_where_processes_compare_what_they_were_given(monkeypatch
     nan = float("nan")
     same(clip=nan, nested={"a": [nan, 1]})
     gathered = [{"clip": nan, "seed": 1}, {"clip": nan, "seed": 2}]
-    monkeypatch.setattr("hetjax.run.agree.gather", lambda values: gathered)
+    monkeypatch.setattr("hetjax.fleet.agree.gather", lambda values: gathered)
     with pytest.raises(ValueError, match="Process 1 differs from process 0 in its seed: 2 instead of 1"):
         same(clip=nan, seed=1)
 

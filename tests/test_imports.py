@@ -74,7 +74,7 @@ def test_nothing_in_plan_mentions_jax():
             assert not {name.split(".")[0] for name in names} & {"jax", "jaxlib", "flax", "optax"}, path
 
 
-@pytest.mark.parametrize("modules", ["hetjax.plan, hetjax.plan.controllers", "hetjax.launch.launcher"])
+@pytest.mark.parametrize("modules", ["hetjax.planning, hetjax.planning.controllers", "hetjax.launch.launcher"])
 def test_neither_planning_nor_the_launcher_imports_jax(modules):
     code = f"import sys, {modules}; assert 'jax' not in sys.modules, 'jax was imported'"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -5,8 +5,8 @@ import optax
 import pytest
 
 from hetjax import Step, Trainer, sync
-from hetjax.plan import controllers
-from hetjax.plan.controllers import REGISTRY
+from hetjax.planning import controllers
+from hetjax.planning.controllers import REGISTRY
 from hetjax.presets import CONTROLLERS, PRESETS, choose, options_of
 
 

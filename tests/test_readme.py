@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import quick_compiles
 import train
-import train_config
+from training import configs
 
 from hetjax.__main__ import main as hetjax_main
 from hetjax.launch import launcher
@@ -73,7 +73,7 @@ def test_the_other_commands(tmp_path, monkeypatch, capsys):
             with pytest.raises(SystemExit):
                 train.main(flags)
         elif flags[0] == "--config":  # one step of each is taken in tests/experiments/test_configs.py
-            assert flags[1] in train_config.names()
+            assert flags[1] in configs.names()
         elif flags[0] == "--strategy":
             assert flags[2] == "--epochs"
             assert train.main([*flags[:2], *SHORT]) == 0
@@ -81,7 +81,7 @@ def test_the_other_commands(tmp_path, monkeypatch, capsys):
             assert train.main([*flags, *SHORT]) == 0
         else:
             assert flags == ["--resume"]
-    assert "python -m hetjax check" in COMMANDS  # run in tests/watch/test_commands.py
+    assert "python -m hetjax check" in COMMANDS  # run in tests/report/test_commands.py
 
 
 @pytest.mark.slow
@@ -108,7 +108,7 @@ def test_the_launcher_commands(tmp_path, monkeypatch):
 
 
 def test_the_commands_for_clusters():
-    """What they set is understood; Open MPI and Slurm's variables are tried in tests/run/test_distributed.py."""
+    """What they set is understood; Open MPI and Slurm's variables are tried in tests/fleet/test_distributed.py."""
     lines = [shlex.split(c) for c in COMMANDS if c.startswith(("srun", "mpirun", "ssh"))]
     assert [line[0] for line in lines] == ["srun", "mpirun", "ssh", "ssh"]
     for line in lines:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from hetjax.history import History, Record
+from hetjax.report import JsonlTracker, read_run, report
 from hetjax.thinning import LIMIT, Thinning
-from hetjax.watch import JsonlTracker, read_run, report
 
 COUNTS, TIMES = np.array([3, 1]), np.array([0.5, np.nan])
 COUNTS.setflags(write=False)

@@ -17,11 +17,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import optax
-from async_problems import Problem, loss_fn
+from benches.async_problems import Problem, loss_fn
 
 from hetjax import Simulation, Trainer
 from hetjax.data import MemorySource
-from hetjax.run.simulate import constant
+from hetjax.simulation.speeds import constant
 from hetjax.sync import Hogbatch
 
 WAYS = ("hogbatch", "bare")
@@ -46,10 +46,10 @@ def real_speed_up(phase: float, repeats: int = 5) -> dict[str, float]:
 def own_process(way: str, phase: float, workers: int) -> float:
     """Samples per second on as many cores as there are workers: otherwise XLA gives one worker all of them."""
     cores = sorted(os.sched_getaffinity(0))[:workers]
-    pinned = f"import os; os.sched_setaffinity(0, {cores}); import async_speed_up as here"
+    pinned = f"import os; os.sched_setaffinity(0, {cores}); from benches import async_speed_up as here"
     command = [sys.executable, "-c", f"{pinned}; print(here.real({way!r}, {phase}, {workers}))"]
     env = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={workers}"}
-    folder = Path(__file__).resolve().parent
+    folder = Path(__file__).resolve().parents[1]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=True)
     return float(done.stdout.split()[-1])
 

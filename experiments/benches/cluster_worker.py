@@ -17,15 +17,15 @@ import jax
 import numpy as np
 import optax
 
+from hetjax.fleet.agree import gather
+from hetjax.fleet.distributed import initialise, leave
 from hetjax.history import History, Record
-from hetjax.models.losses import classification
-from hetjax.models.pool import max_pool
-from hetjax.plan import controllers
-from hetjax.plan.controllers.protocol import Controller
-from hetjax.run.agree import gather
-from hetjax.run.distributed import initialise, leave
-from hetjax.run.update import State
+from hetjax.planning import controllers
+from hetjax.planning.controllers.base import Controller
+from hetjax.reduce.update import State
 from hetjax.trainer import Trainer
+from hetjax.zoo.losses import classification
+from hetjax.zoo.pool import max_pool
 
 
 def init_cnn(hidden: int, seed: int = 0) -> dict[str, np.ndarray]:

@@ -26,8 +26,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from hetjax.plan.limits import Limits
-from hetjax.plan.virtual_time import Trace
+from hetjax.planning.limits import Limits
+from hetjax.planning.simulator import Trace
 
 MIXED = (3.0, 2.0, 1.5, 1.0)
 

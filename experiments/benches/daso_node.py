@@ -10,7 +10,7 @@ import sys
 from itertools import pairwise
 from typing import Any
 
-from hetjax.run.distributed import initialise, leave
+from hetjax.fleet.distributed import initialise, leave
 
 place = initialise(start_limit=120)
 
@@ -19,15 +19,15 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 
 from hetjax import Chunked  # noqa: E402
+from hetjax.adapters.contract import Example  # noqa: E402
 from hetjax.data import load  # noqa: E402
 from hetjax.data.synthetic import synthetic_source  # noqa: E402
-from hetjax.devices import devices_of_all  # noqa: E402
-from hetjax.models.losses import classification  # noqa: E402
-from hetjax.run.contract import Example  # noqa: E402
+from hetjax.devices.fake import devices_of_all  # noqa: E402
 from hetjax.sync.allreduce import AllReduce  # noqa: E402
 from hetjax.sync.daso import Daso  # noqa: E402
 from hetjax.sync.daso.mean import bytes_sent  # noqa: E402
 from hetjax.trainer import Trainer  # noqa: E402
+from hetjax.zoo.losses import classification  # noqa: E402
 
 LAYERS = (784, 1024, 256, 10)  # 1,068,810 parameters
 

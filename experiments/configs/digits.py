@@ -5,6 +5,6 @@ run time  under a minute on two cores
 expected  equal about 35% of the ideal, balanced above 85%; the same losses; test accuracy 0.98 both times
 """
 
-from train_config import Config
+from training.configs import Config
 
 CONFIG = Config()

@@ -6,6 +6,6 @@ expected  equal counts in the first epoch, near the balanced ones from the secon
           ideal, test accuracy 0.983
 """
 
-from train_config import Config, Method
+from training.configs import Config, Method
 
 CONFIG = Config(method=Method(strategy="dbs"))

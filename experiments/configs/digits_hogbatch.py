@@ -6,7 +6,7 @@ expected  both workers busy above 93%; the CPU-like one, whose batches of 16 gro
           instead of 80%; test accuracy 0.96
 """
 
-from train_config import Asynchronous, Config, Data, Method, Model, Workers
+from training.configs import Asynchronous, Config, Data, Method, Model, Workers
 
 CONFIG = Config(
     data=Data(epochs=30),

@@ -8,6 +8,6 @@ run time  20 s on two cores
 expected  blocks of 523, 523, 261 and 131 samples; 67% of the ideal, test accuracy 0.978
 """
 
-from train_config import Config, Method, Optimiser
+from training.configs import Config, Method, Optimiser
 
 CONFIG = Config(method=Method(strategy="rcd-sgd"), optimiser=Optimiser(optimizer="sgd", learning_rate=0.1))

@@ -5,6 +5,6 @@ run time  one to two minutes on two cores
 expected  equal and balanced with the same losses, test accuracy 0.98 both times
 """
 
-from train_config import Config, Data, Model
+from training.configs import Config, Data, Model
 
 CONFIG = Config(data=Data(epochs=15), model=Model(model="resnet", width=8, norm="batch"))

@@ -7,7 +7,7 @@ expected  run.png: within a few steps the counts of worker 1 fall at step 60 and
 
 from pathlib import Path
 
-from train_config import Config, Data, Method, Workers
+from training.configs import Config, Data, Method, Workers
 
 TRACE = Path(__file__).parents[1] / "traces" / "slowdown.json"
 CONFIG = Config(data=Data(steps=180), workers=Workers(trace=TRACE), method=Method(strategy="balanced"))

@@ -6,7 +6,7 @@ run time  five minutes on two busy cores
 expected  test accuracy 0.88 after three epochs
 """
 
-from train_config import Config, Data, Method, Model, Optimiser
+from training.configs import Config, Data, Method, Model, Optimiser
 
 CONFIG = Config(
     data=Data(dataset="idx:/usr/share/datasets/fashion-mnist", batch_size=512, epochs=3),

@@ -5,7 +5,7 @@ run time  two minutes on two cores
 expected  loss from 5.6 to 3.2 nats a byte, 0.32 of the test bytes right, above 90% of the ideal
 """
 
-from train_config import Config, Data, Method, Model
+from training.configs import Config, Data, Method, Model
 
 CONFIG = Config(
     data=Data(dataset="text", batch_size=64, steps=120),

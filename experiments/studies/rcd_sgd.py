@@ -1,8 +1,8 @@
 """RCD-SGD's claim, tested: do submodular blocks make decentralised SGD reach a loss sooner than random ones?
 
-    python experiments/rcd_sgd.py --json rcd_sgd.json
-    python experiments/rcd_sgd.py --quick
-    python experiments/rcd_sgd.py --dataset idx:/usr/share/datasets/fashion-mnist
+    python experiments/studies/rcd_sgd.py --json rcd_sgd.json
+    python experiments/studies/rcd_sgd.py --quick
+    python experiments/studies/rcd_sgd.py --dataset idx:/usr/share/datasets/fashion-mnist
 
 Workers of unequal simulated speed, each with a fixed block of the training samples and a batch in proportion to its
 speed, train by decentralised SGD on a ring (--topology). Blocks: random, class-balanced, submodular by facility
@@ -44,14 +44,14 @@ from rich.console import Console
 from rich.table import Table
 
 from hetjax.data.source import fetch
-from hetjax.devices import fake_devices
-from hetjax.plan.blocks import Blocks
-from hetjax.run.simulate import Simulation, constant
-from hetjax.source_blocks import make_blocks
+from hetjax.data.source_blocks import make_blocks
+from hetjax.devices.fake import fake_devices
+from hetjax.report import write_json
+from hetjax.sampling.blocks import Blocks
+from hetjax.simulation.speeds import Simulation, constant
 from hetjax.sync import AllReduce, Decentralised, Sync
-from hetjax.task import Task, make_task
 from hetjax.trainer import Trainer
-from hetjax.watch import write_json
+from hetjax.zoo.tasks import Task, make_task
 
 OBJECTIVES = ("facility-location", "graph-cut")
 RULES = ("min-block", "per-rate", "fill")  # beside the default, which depends on the rates

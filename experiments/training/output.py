@@ -14,12 +14,12 @@ import numpy as np
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.table import Table
-from train_config import Config
+from training.configs import Config
 
-from hetjax import checkpoint, watch
+from hetjax import checkpoint, report
 from hetjax.history import History
 from hetjax.presets import Choice
-from hetjax.run.update import State
+from hetjax.reduce.update import State
 
 log = logging.getLogger("hetjax")
 SAME_STEPS = 10  # later the optimiser has blown up the rounding of sums in another order
@@ -37,7 +37,7 @@ def quiet_logs(console: Console, debug: bool) -> None:
 def write_config(config: Config, folder: Path) -> None:
     if jax.process_index() == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        watch.write_json(folder / "config.json", config.flat())
+        report.write_json(folder / "config.json", config.flat())
 
 
 @contextmanager
@@ -56,17 +56,17 @@ def log_file(folder: Path, mode: str) -> Iterator[None]:
         handler.close()
 
 
-def trackers(config: Config, name: str, folder: Path, done: int) -> watch.Tracker:
+def trackers(config: Config, name: str, folder: Path, done: int) -> report.Tracker:
     if jax.process_index() != 0:
-        return watch.Composite()
-    told: list[watch.Tracker] = [watch.JsonlTracker(folder, done=done)]
+        return report.Composite()
+    told: list[report.Tracker] = [report.JsonlTracker(folder, done=done)]
     if config.output.tensorboard:
-        told.append(watch.TensorBoardTracker(folder))
+        told.append(report.TensorBoardTracker(folder))
     if config.output.wandb is not None:
-        from hetjax.watch.wandb import WandbTracker
+        from hetjax.report.wandb import WandbTracker
 
         told.append(WandbTracker(config.output.wandb, name=name, config=config.flat(), folder=folder))
-    return watch.Composite(*told)
+    return report.Composite(*told)
 
 
 def summary(
@@ -85,7 +85,7 @@ def summary(
     last, samples = history.summary(), int(state.cursor)
     wall, ideal = seconds + last["wall_s"], last["ideal_samples_per_s"]
     if last["final_loss"] is None:  # every step was made before it was resumed
-        last["final_loss"] = float(watch.read_run(folder).loss_S[-1])
+        last["final_loss"] = float(report.read_run(folder).loss_S[-1])
     return {
         "strategy": chosen.name,
         **last,
@@ -150,7 +150,7 @@ def show_table(summaries: list[tuple[str, dict[str, Any]]], console: Console) ->
 def show_comparison(summaries: list[tuple[str, dict[str, Any]]], folder: Path, console: Console) -> None:
     """How much faster, and that it is the same training: the losses step by step."""
     (_, equal), (_, balanced) = summaries
-    runs = [watch.read_run(folder / name) for name, _ in summaries]
+    runs = [report.read_run(folder / name) for name, _ in summaries]
     both = np.intersect1d(*(run.step_S[run.step_S <= SAME_STEPS] for run in runs))  # long runs do not keep all steps
     losses = [run.loss_S[np.isin(run.step_S, both)] for run in runs]
     apart = float(np.max(np.abs(losses[0] - losses[1])))

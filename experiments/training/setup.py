@@ -10,16 +10,16 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from train_config import Config
+from training.configs import Config
 
 from hetjax.arguments import MOST_SAMPLES, MOST_SEED, number, whole
-from hetjax.devices import devices_of_all, fake_devices, said_by_environment
-from hetjax.launch.variables import PROCESSES
+from hetjax.devices.fake import devices_of_all, fake_devices, said_by_environment
+from hetjax.environment import PROCESSES
 from hetjax.presets import Choice
-from hetjax.run.simulate import Simulation, Trace, constant, of_survivors
-from hetjax.run.trace_file import read_trace
+from hetjax.simulation.speeds import Simulation, Trace, constant, of_survivors
+from hetjax.simulation.traces import read_trace
 from hetjax.sync import Sync
-from hetjax.task import Task, make_task
+from hetjax.zoo.tasks import Task, make_task
 
 DEFAULT_EPOCHS = 24
 MOST_STEPS = 2**31 - 1

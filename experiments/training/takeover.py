@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import train_blocks
-import train_output
-from train_config import Config
+from training import output, partitions
+from training.configs import Config
 
 from hetjax import checkpoint
-from hetjax.plan.blocks import Blocks
-from hetjax.run.agree import gather
+from hetjax.fleet.agree import gather
+from hetjax.sampling.blocks import Blocks
 
 CHECKPOINTS = "checkpoints"
 _REPLACED = "replaced_checkpoints"
@@ -63,14 +62,14 @@ class Takeover:
             return
         for folder in self.replaces:
             forget(folder)
-        train_blocks.keep(self.config, self.folder, self.partition)
+        partitions.keep(self.config, self.folder, self.partition)
         for folder in dict.fromkeys((self.config.folder, self.folder)):
-            train_output.write_config(self.config, folder)
+            output.write_config(self.config, folder)
 
     def last_checkpoint(self) -> str:
         """From where a run that has ended badly can go on; the checkpoints of another run do not count."""
         own = self.done or self.config.output.resume
-        return train_output.last_checkpoint(self.folder / CHECKPOINTS if own else None)
+        return output.last_checkpoint(self.folder / CHECKPOINTS if own else None)
 
 
 def forget(folder: Path) -> None:

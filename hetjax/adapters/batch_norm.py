@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 
-from hetjax.run.sync_axis import SyncAxis
+from hetjax.adapters.sync_axis import SyncAxis
 
 SAMPLES, GROUPS = "hetjax_samples", "hetjax_groups"  # names of the vmapped axes
 _VALID: ContextVar[jax.Array | None] = ContextVar("hetjax_valid", default=None)

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 
-from hetjax.run.contract import Example, as_example
-from hetjax.run.norm import BatchNorm, over_groups
+from hetjax.adapters.batch_norm import BatchNorm, over_groups
+from hetjax.adapters.contract import Example, as_example
 
 Tree = Any
 ExampleLoss = Callable[..., Any]

@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetjax.run.compiles import expected
-from hetjax.run.contract import Objective, control, example_keys, valid_rows
-from hetjax.run.sync_axis import SyncAxis
-from hetjax.run.update import State
+from hetjax.adapters.contract import Objective, control, example_keys, valid_rows
+from hetjax.adapters.sync_axis import SyncAxis
+from hetjax.devices.compiles import expected
+from hetjax.reduce.update import State
 
 log = logging.getLogger("hetjax")
 Tree = Any

@@ -17,8 +17,8 @@ from hetjax.checkpoint.contents import read
 from hetjax.checkpoint.folder import Damaged, stored
 from hetjax.checkpoint.processes import from_first
 from hetjax.checkpoint.snapshot import Snapshot, rebuild
-from hetjax.run.agree import gather
-from hetjax.run.update import State
+from hetjax.fleet.agree import gather
+from hetjax.reduce.update import State
 
 log = logging.getLogger("hetjax")
 _PASSED_OVER = "%s Trying the checkpoint before it."

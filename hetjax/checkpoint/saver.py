@@ -19,7 +19,7 @@ from hetjax.checkpoint.folder import prepare, write
 from hetjax.checkpoint.lock import FolderLock
 from hetjax.checkpoint.snapshot import Snapshot, take
 from hetjax.history import History, Record
-from hetjax.run.update import State
+from hetjax.reduce.update import State
 
 log = logging.getLogger("hetjax")
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hetjax.checkpoint.processes import host_copy
-from hetjax.run.update import State
+from hetjax.reduce.update import State
 
 Tree = Any
 _CORE = ("params", "model_state", "opt_state", "ema")

@@ -14,13 +14,13 @@ import optax
 from rich.console import Console
 from rich.table import Table
 
-from hetjax.devices import fake_devices
-from hetjax.plan.sampler import Sampler
-from hetjax.run import memory
-from hetjax.run.contract import control, example_keys
-from hetjax.run.workers import device_kind
-from hetjax.task import Task, make_task
+from hetjax.adapters.contract import control, example_keys
+from hetjax.devices import memory
+from hetjax.devices.fake import fake_devices
+from hetjax.devices.workers import device_kind
+from hetjax.sampling.order import Sampler
 from hetjax.trainer import Trainer
+from hetjax.zoo.tasks import Task, make_task
 
 BATCH, STEPS = 512, 8
 AGREE = 1e-4  # largest relative difference of an update that rounding explains

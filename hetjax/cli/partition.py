@@ -8,16 +8,16 @@ from typing import Any
 
 from rich.console import Console
 
-from hetjax import blocks_report
 from hetjax.arguments import MOST_SEED, whole
 from hetjax.data import RowSource, load
 from hetjax.data.npz import npz_samples
-from hetjax.plan.blocks import Blocks, checked_rates, class_balanced_blocks, random_blocks
-from hetjax.plan.quality import quality
-from hetjax.plan.submodular import OBJECTIVES, RULES, recut, submodular_blocks
-from hetjax.plan.submodular.cut import chosen_rule
-from hetjax.source_blocks import check_same_data, fingerprint, named_features, read_classes, read_features
-from hetjax.watch.bar import progress_bar
+from hetjax.data.source_blocks import check_same_data, fingerprint, named_features, read_classes, read_features
+from hetjax.report import blocks_report
+from hetjax.report.bar import progress_bar
+from hetjax.sampling.blocks import Blocks, checked_rates, class_balanced_blocks, random_blocks
+from hetjax.sampling.quality import quality
+from hetjax.sampling.submodular import OBJECTIVES, RULES, recut, submodular_blocks
+from hetjax.sampling.submodular.cut import chosen_rule
 
 MOST_WORKERS = 1024  # each has a line in the table and a color in the picture
 

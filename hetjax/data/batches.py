@@ -14,9 +14,9 @@ import numpy as np
 
 from hetjax.data.feed import Feed, fetch_positions
 from hetjax.data.rows import Rows
-from hetjax.plan.sampler import Span
-from hetjax.run.agree import gather
-from hetjax.run.layout import MANY
+from hetjax.fleet.agree import gather
+from hetjax.reduce.layout import MANY
+from hetjax.sampling.order import Span
 
 log = logging.getLogger("hetjax")
 Tree = Any

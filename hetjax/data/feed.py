@@ -13,7 +13,7 @@ from hetjax.data.source import Batch, Source, fetch
 
 
 class Order(Protocol):
-    """Says which sample stands at which position of an epoch (see plan/sampler.py)."""
+    """Says which sample stands at which position of an epoch (see sampling/order.py)."""
 
     def indices(self, epoch: int, start: int, stop: int) -> np.ndarray: ...
 

@@ -12,10 +12,10 @@ import numpy as np
 
 from hetjax.data.memory import MemorySource
 from hetjax.data.source import Batch, Source, fetch
-from hetjax.plan.blocks import Blocks, class_balanced_blocks, random_blocks
-from hetjax.plan.submodular import flat_features, principal_components, submodular_blocks
-from hetjax.plan.submodular.clusters import k_means
-from hetjax.run.agree import digest, gather
+from hetjax.fleet.agree import digest, gather
+from hetjax.sampling.blocks import Blocks, class_balanced_blocks, random_blocks
+from hetjax.sampling.submodular import flat_features, principal_components, submodular_blocks
+from hetjax.sampling.submodular.clusters import k_means
 
 Embedding = Callable[[Batch], Any]  # a batch of the source -> one row of numbers per sample
 KINDS = ("submodular", "random", "class-balanced")
@@ -38,7 +38,7 @@ def make_blocks(
     kind            'submodular', or 'random' and 'class-balanced' to compare with (then no features are read)
     features        'raw', 'pca' (50 components), 'pca:N', or a function of a batch, for instance a trained layer
     pseudo_classes  so many by k-means: of targets that are no whole numbers, else of the features in place of labels
-    options         of `hetjax.plan.submodular.submodular_blocks`: objective, rule, bandwidth, progress, ...
+    options         of `hetjax.sampling.submodular.submodular_blocks`: objective, rule, bandwidth, progress, ...
 
     Over several processes one of them is enough: see `shared_blocks`.
     """

@@ -28,9 +28,9 @@ import jaxlib
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from hetjax.launch import variables
-from hetjax.run.compiles import cache_hits
-from hetjax.run.program_store import ProgramStore
+from hetjax import environment
+from hetjax.devices.compiles import cache_hits
+from hetjax.devices.program_store import ProgramStore
 
 log = logging.getLogger("hetjax")
 Tree = Any
@@ -83,7 +83,7 @@ def _compile_or_load(
 
     `layout`: what the program depends on beside the kind of its devices; nothing, where any device of the kind will do.
     """
-    store, key = _store(os.environ.get(variables.PROGRAMS)), ""
+    store, key = _store(os.environ.get(environment.PROGRAMS)), ""
     if store is not None:
         try:
             key = _key(lowered, devices[0], layout)

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from hetjax.run.workers import Workers
+from hetjax.devices.workers import Workers
 
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of a container, v2 and v1
 SAFE_SHARE = 0.9  # allocators need room; other buffers (optimiser, next batch) live beside the program

@@ -1,9 +1,9 @@
 """Three engines for the local phase behind one interface."""
 
-from hetjax.run.engines.chunked import ChunkedEngine
-from hetjax.run.engines.protocol import Engine, Program, Replicas
-from hetjax.run.engines.specs import ENGINES, Auto, Chunked, EngineSpec, Looped, Masked, Site, as_spec
-from hetjax.run.engines.spmd import LoopedEngine, MaskedEngine
+from hetjax.engines.base import Engine, Program, Replicas
+from hetjax.engines.chunked import ChunkedEngine
+from hetjax.engines.specs import ENGINES, Auto, Chunked, EngineSpec, Looped, Masked, Site, as_spec
+from hetjax.engines.spmd import LoopedEngine, MaskedEngine
 
 __all__ = [
     "ENGINES",

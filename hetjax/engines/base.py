@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from hetjax.data.rows import Rows
-from hetjax.plan.limits import Limits
-from hetjax.plan.sampler import Span
-from hetjax.run.clocks import Lap
-from hetjax.run.layout import Parts
-from hetjax.run.workers import Workers
+from hetjax.devices.workers import Workers
+from hetjax.engines.clocks import Lap
+from hetjax.planning.limits import Limits
+from hetjax.reduce.layout import Parts
+from hetjax.sampling.order import Span
 
 Tree = Any
 

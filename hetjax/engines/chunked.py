@@ -17,20 +17,20 @@ from typing import Any
 import jax
 import numpy as np
 
+from hetjax.adapters.contract import control
 from hetjax.data.rows import Rows
-from hetjax.plan.limits import Limits
-from hetjax.plan.price_list import PriceList, common_rungs
-from hetjax.plan.sampler import Span
-from hetjax.plan.staircase import geometric_rungs
-from hetjax.run.agree import gather
-from hetjax.run.clocks import Clocks, Lap
-from hetjax.run.compile_once import compile_for
-from hetjax.run.compiles import expected
-from hetjax.run.contract import control
-from hetjax.run.engines.protocol import Program, Replicas
-from hetjax.run.ladder import Ladder
-from hetjax.run.layout import Parts
-from hetjax.run.workers import Workers, device_kind
+from hetjax.devices.compile import compile_for
+from hetjax.devices.compiles import expected
+from hetjax.devices.workers import Workers, device_kind
+from hetjax.engines.base import Program, Replicas
+from hetjax.engines.clocks import Clocks, Lap
+from hetjax.engines.ladder import Ladder
+from hetjax.fleet.agree import gather
+from hetjax.planning.ladder_costs import geometric_rungs
+from hetjax.planning.limits import Limits
+from hetjax.planning.price_list import PriceList, common_rungs
+from hetjax.reduce.layout import Parts
+from hetjax.sampling.order import Span
 
 Tree = Any
 

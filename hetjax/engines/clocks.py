@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import jax
 
-from hetjax.run.layout import Parts
-from hetjax.run.workers import Workers
+from hetjax.devices.workers import Workers
+from hetjax.reduce.layout import Parts
 
 Hold = Callable[[int, int, float], None]  # (worker, rows, began): returns when the phase may end
 

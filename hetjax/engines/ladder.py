@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from hetjax.plan.price_list import PriceList
-from hetjax.run import memory
-from hetjax.run.compile_once import compile_for
-from hetjax.run.compiles import expected
+from hetjax.devices import memory
+from hetjax.devices.compile import compile_for
+from hetjax.devices.compiles import expected
+from hetjax.planning.price_list import PriceList
 
 log = logging.getLogger("hetjax")
 Arguments = Callable[[int, jax.Device | None], tuple]  # (rows, device) -> arguments; shapes only when device is None

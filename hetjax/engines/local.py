@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hetjax.run.contract import Example, Objective, example_keys, valid_rows
-from hetjax.run.layout import Layout, Parts, Sums
-from hetjax.run.optimizer import trainable, with_trained
-from hetjax.run.sync_axis import SyncAxis
+from hetjax.adapters.contract import Example, Objective, example_keys, valid_rows
+from hetjax.adapters.sync_axis import SyncAxis
+from hetjax.reduce.layout import Layout, Parts, Sums
+from hetjax.reduce.optimizer import trainable, with_trained
 
 Tree = Any
 RowSums = Callable[[Tree, Tree, Tree, jax.Array], Parts]

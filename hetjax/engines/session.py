@@ -10,14 +10,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from hetjax.run import memory
-from hetjax.run.clocks import Clocks, Hold
-from hetjax.run.contract import Objective
-from hetjax.run.engines import Engine, EngineSpec, Program, Site
-from hetjax.run.layout import Layout
-from hetjax.run.local import eval_sums, layout_of, train_sums
-from hetjax.run.update import State
-from hetjax.run.workers import Workers
+from hetjax.adapters.contract import Objective
+from hetjax.devices import memory
+from hetjax.devices.workers import Workers
+from hetjax.engines import Engine, EngineSpec, Program, Site
+from hetjax.engines.clocks import Clocks, Hold
+from hetjax.engines.local import eval_sums, layout_of, train_sums
+from hetjax.reduce.layout import Layout
+from hetjax.reduce.update import State
 
 log = logging.getLogger("hetjax")
 Tree = Any

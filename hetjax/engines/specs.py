@@ -9,13 +9,13 @@ from typing import ClassVar
 import numpy as np
 
 from hetjax.arguments import MOST_SAMPLES, whole
-from hetjax.plan.staircase import check_rungs
-from hetjax.run.clocks import Clocks
-from hetjax.run.engines.chunked import ChunkedEngine
-from hetjax.run.engines.protocol import Engine, Program
-from hetjax.run.engines.spmd import LoopedEngine, MaskedEngine
-from hetjax.run.members import kept_entries
-from hetjax.run.workers import Workers
+from hetjax.devices.workers import Workers
+from hetjax.engines.base import Engine, Program
+from hetjax.engines.chunked import ChunkedEngine
+from hetjax.engines.clocks import Clocks
+from hetjax.engines.spmd import LoopedEngine, MaskedEngine
+from hetjax.fleet.membership import kept_entries
+from hetjax.planning.ladder_costs import check_rungs
 
 Whole = int | Sequence[int] | None  # one number for all workers, or one each
 

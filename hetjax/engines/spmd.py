@@ -23,17 +23,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from hetjax.adapters.contract import COUNT, POSITION, control
+from hetjax.adapters.sync_axis import SyncAxis
 from hetjax.data.rows import Rows
-from hetjax.plan.limits import Limits
-from hetjax.plan.sampler import Span
-from hetjax.run.clocks import Clocks, Lap
-from hetjax.run.compile_once import compile_over
-from hetjax.run.compiles import expected
-from hetjax.run.contract import COUNT, POSITION, control
-from hetjax.run.engines.protocol import Program, Replicas
-from hetjax.run.layout import Parts
-from hetjax.run.sync_axis import SyncAxis
-from hetjax.run.workers import AXIS, Workers
+from hetjax.devices.compile import compile_over
+from hetjax.devices.compiles import expected
+from hetjax.devices.workers import AXIS, Workers
+from hetjax.engines.base import Program, Replicas
+from hetjax.engines.clocks import Clocks, Lap
+from hetjax.planning.limits import Limits
+from hetjax.reduce.layout import Parts
+from hetjax.sampling.order import Span
 
 Tree = Any
 

@@ -1,5 +1,19 @@
-"""The JAX side: workers and mesh, the engines, reduce and update, norm layers, clocks, simulated speeds."""
+"""Several processes as one run: how they meet, who belongs to it, and what they agree on."""
 
-from hetjax.run.distributed import Place, initialise, leave
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hetjax.fleet.distributed import Place, initialise, leave
 
 __all__ = ["Place", "initialise", "leave"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load `distributed` when first used: the launcher imports from this package without JAX."""
+    if name in __all__:
+        from hetjax.fleet import distributed
+
+        return getattr(distributed, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from hetjax.run.compiles import expected
+from hetjax.devices.compiles import expected
 
 
 class Disagreement(RuntimeError):

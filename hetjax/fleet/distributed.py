@@ -22,14 +22,14 @@ from typing import Any, NoReturn
 
 import jax
 
-from hetjax.launch.meeting_point import (
+from hetjax.environment import BIND, COORDINATOR, PROCESS, PROCESSES
+from hetjax.fleet.rendezvous import (
     address_to_bind,
     check_free,
     own_address_towards,
     split_address,
     wait_until_reachable,
 )
-from hetjax.launch.variables import BIND, COORDINATOR, PROCESS, PROCESSES
 
 _BY_HAND = ("its arguments", "the launcher")
 _ROLL = "hetjax/processes"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from hetjax.launch.variables import LOST, PROCESSES
+from hetjax.environment import LOST, PROCESSES
 
 
 def kept_entries(entries: int, workers: int, environment: Mapping[str, str] = os.environ) -> list[int]:

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 
-from hetjax.launch.variables import BIND
+from hetjax.environment import BIND
 
 log = logging.getLogger("hetjax")
 

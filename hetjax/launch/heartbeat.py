@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetjax.launch.variables import HEARTBEAT, PROCESS
+from hetjax.environment import HEARTBEAT, PROCESS
 
 _ALIVE, _BEGUN, _ENDED, _STEP, _STEP_NS, _SEEN = range(6)
 _BYTES = 6 * 8

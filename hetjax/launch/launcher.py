@@ -1,6 +1,6 @@
 """The launcher: starts a program several times on this machine as one run, and starts it again where that was asked.
 
-Every process learns from its environment who it is (see `variables`), and `hetjax.run.initialise` does the rest. When
+Every process learns from its environment who it is (see `variables`), and `hetjax.fleet.initialise` does the rest. When
 it is started again, HETJAX_RESTART counts the times and --resume is added to the program's arguments.
 """
 
@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from hetjax import environment
+from hetjax.fleet.rendezvous import check_free, free_port
 from hetjax.launch import options as flags
-from hetjax.launch import variables
 from hetjax.launch.accelerators import gpus_here, shares_of_gpus
 from hetjax.launch.cgroups import Home, QuotasRefused, find_home, launchers_own
 from hetjax.launch.guard import Guard
 from hetjax.launch.heartbeat import Listener
-from hetjax.launch.meeting_point import check_free, free_port
 from hetjax.launch.options import Disturbance, Options
 from hetjax.launch.output import wants_colour
 from hetjax.launch.pinning import cores_for
@@ -156,20 +156,20 @@ class _Run:
         gpus: str | None,
     ) -> dict[str, str]:
         told = {
-            variables.COORDINATOR: coordinator,
-            variables.BIND: bind,
-            variables.PROCESSES: str(len(members)),
-            variables.PROCESS: str(process),
-            variables.HEARTBEAT: str(folder),
-            variables.PROGRAMS: os.environ.get(variables.PROGRAMS) or str(self.folder / "programs"),
+            environment.COORDINATOR: coordinator,
+            environment.BIND: bind,
+            environment.PROCESSES: str(len(members)),
+            environment.PROCESS: str(process),
+            environment.HEARTBEAT: str(folder),
+            environment.PROGRAMS: os.environ.get(environment.PROGRAMS) or str(self.folder / "programs"),
             "PYTHONUNBUFFERED": "1",
         }
         if lost := sorted(set(range(self.options.processes)) - set(members)):
-            told[variables.LOST] = ",".join(map(str, lost))
+            told[environment.LOST] = ",".join(map(str, lost))
         if restarts:
-            told[variables.RESTART] = str(restarts)
+            told[environment.RESTART] = str(restarts)
         if len(self._command(restarts)) > len(self.command):
-            told[variables.STARTED] = str(self.began)
+            told[environment.STARTED] = str(self.began)
         if gpus is not None:
             told["JAX_LOCAL_DEVICE_IDS"] = gpus
         return {**os.environ, **told}

@@ -15,8 +15,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from hetjax.plan.grid import Allocation, Grid, before
-from hetjax.plan.limits import Levels, Limits
+from hetjax.planning.limits import Levels, Limits
+from hetjax.planning.search import Allocation, Grid, before
 
 
 def solve(

@@ -40,7 +40,7 @@ from typing import Any
 
 import numpy as np
 
-from hetjax.plan.logarithm import ln
+from hetjax.planning.logarithm import ln
 
 FIRST_NOISE = 0.12  # relative sd of a timing before any was seen, worth FIRST_WEIGHT timings
 FIRST_WEIGHT = 8.0

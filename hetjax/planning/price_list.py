@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hetjax.plan.staircase import Staircase
+from hetjax.planning.ladder_costs import Staircase
 
 
 @dataclass(frozen=True)

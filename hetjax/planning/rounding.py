@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from hetjax.plan.allocation import solve
-from hetjax.plan.limits import Limits
+from hetjax.planning.allocation import solve
+from hetjax.planning.limits import Limits
 
 
 def largest_remainder(share_W: np.ndarray, limits: Limits, batch: int, least: int = 0) -> np.ndarray:

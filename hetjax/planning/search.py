@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetjax.plan.limits import Limits
+from hetjax.planning.limits import Limits
 
 
 @dataclass(frozen=True)

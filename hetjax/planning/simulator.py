@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetjax.plan.allocation import solve
-from hetjax.plan.controllers.protocol import Controller, Observation
-from hetjax.plan.limits import Limits
+from hetjax.planning.allocation import solve
+from hetjax.planning.controllers.base import Controller, Observation
+from hetjax.planning.limits import Limits
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetjax.run.finite import NONFINITE, nonfinite_level
+from hetjax.reduce.finite import NONFINITE, nonfinite_level
 
 Tree = Any
 

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetjax.run.layout import Parts
-from hetjax.run.workers import AXIS, Workers
+from hetjax.devices.workers import AXIS, Workers
+from hetjax.reduce.layout import Parts
 
 # Bytes that a worker may send to all others together. Their time on the wire, 4 ms by Ethernet of 1 Gbit/s, must not
 # outweigh the turns that are saved; four workers under quotas gained up to four times as much, lost at ten times.

@@ -20,14 +20,14 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jax.sharding import SingleDeviceSharding
 
-from hetjax.plan.sampler import PlannedStep
-from hetjax.run.compile_once import compile_for, compile_over
-from hetjax.run.compiles import expected
-from hetjax.run.engines.protocol import Replicas
-from hetjax.run.layout import HOST_SLOTS, MANY, Layout, Parts, Report, level_of_all, with_bad_update
-from hetjax.run.sum_parts import sum_parts
-from hetjax.run.update import State, Update
-from hetjax.run.workers import AXIS, Workers
+from hetjax.devices.compile import compile_for, compile_over
+from hetjax.devices.compiles import expected
+from hetjax.devices.workers import AXIS, Workers
+from hetjax.engines.base import Replicas
+from hetjax.reduce.layout import HOST_SLOTS, MANY, Layout, Parts, Report, level_of_all, with_bad_update
+from hetjax.reduce.sum_parts import sum_parts
+from hetjax.reduce.update import State, Update
+from hetjax.sampling.order import PlannedStep
 
 Tree = Any
 

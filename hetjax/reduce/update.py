@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import optax
 
 from hetjax.arguments import whole
-from hetjax.run.finite import NONFINITE, all_finite
-from hetjax.run.layout import Sums
-from hetjax.run.optimizer import has_gradient, trainable, with_trained
+from hetjax.reduce.finite import NONFINITE, all_finite
+from hetjax.reduce.layout import Sums
+from hetjax.reduce.optimizer import has_gradient, trainable, with_trained
 
 Tree = Any
 Core = tuple[Tree, Tree, Tree, Tree]  # params, model_state, opt_state, ema: what the devices hold

@@ -1,12 +1,12 @@
 """Progress, trackers, run report and plots."""
 
-from hetjax.watch.display import Display
-from hetjax.watch.hooks import Follow, Progress
-from hetjax.watch.jsonl import JsonlTracker, write_json
-from hetjax.watch.run_folder import read_run
-from hetjax.watch.run_report import Report, report
-from hetjax.watch.tensorboard import TensorBoardTracker
-from hetjax.watch.tracker import Composite, Row, Tracker
+from hetjax.report.display import Display
+from hetjax.report.hooks import Follow, Progress
+from hetjax.report.jsonl import JsonlTracker, write_json
+from hetjax.report.run_folder import read_run
+from hetjax.report.run_report import Report, report
+from hetjax.report.tensorboard import TensorBoardTracker
+from hetjax.report.trackers import Composite, Row, Tracker
 
 __all__ = [
     "Composite",

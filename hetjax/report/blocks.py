@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Ellipse
 from matplotlib.ticker import PercentFormatter
 
-from hetjax.watch.colours import worker_colour
-from hetjax.watch.drawing import DARK, save, style
+from hetjax.report.colors import worker_colour
+from hetjax.report.drawing import DARK, save, style
 
 _POINTS = 2500  # of a panel; more only hide each other
 

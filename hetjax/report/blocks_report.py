@@ -10,10 +10,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from hetjax.plan.blocks import Blocks, numbered
-from hetjax.plan.quality import Quality
-from hetjax.plan.submodular import principal_components
-from hetjax.watch.blocks_figure import View, draw_blocks
+from hetjax.report.blocks import View, draw_blocks
+from hetjax.sampling.blocks import Blocks, numbered
+from hetjax.sampling.quality import Quality
+from hetjax.sampling.submodular import principal_components
 
 MOST_PANELS = 4
 _SHORT = {"facility-location": "f loc.", "graph-cut": "f cut"}

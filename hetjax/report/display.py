@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from hetjax.watch.tracker import Row, plain
+from hetjax.report.trackers import Row, plain
 
 
 class Display:

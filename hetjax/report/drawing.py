@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from hetjax.watch.colours import worker_colour
+from hetjax.report.colors import worker_colour
 
 DARK, BLUE, RED = "#333333", "#0072B2", "#B00020"
 _POINTS = 800  # more cannot be told apart on the page

@@ -9,11 +9,11 @@ from textwrap import fill
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from hetjax.watch.drawing import DARK, RED, save, style
-from hetjax.watch.panels import counts_panel, efficiency_panel, loss_panel
-from hetjax.watch.run_folder import Run
-from hetjax.watch.shares import batches_panel, shares
-from hetjax.watch.strip import strips
+from hetjax.report.drawing import DARK, RED, save, style
+from hetjax.report.panels import counts_panel, efficiency_panel, loss_panel
+from hetjax.report.run_folder import Run
+from hetjax.report.shares import batches_panel, shares
+from hetjax.report.strip import strips
 
 
 def draw_run(run: Run) -> tuple[Path, Path]:

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from hetjax.watch.display import Display
-from hetjax.watch.tracker import Tracker
+from hetjax.report.display import Display
+from hetjax.report.trackers import Tracker
 
 
 class Follow:

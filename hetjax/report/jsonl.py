@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import Any, TextIO
 
+from hetjax.report.trackers import Row, plain
 from hetjax.thinning import LIMIT, Thinning
-from hetjax.watch.tracker import Row, plain
 
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"

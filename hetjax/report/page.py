@@ -12,9 +12,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from hetjax.watch.colours import run_colour
-from hetjax.watch.drawing import THOUSANDS, curve, style, svg_bytes
-from hetjax.watch.run_folder import Run
+from hetjax.report.colors import run_colour
+from hetjax.report.drawing import THOUSANDS, curve, style, svg_bytes
+from hetjax.report.run_folder import Run
 
 # key of summary.json, heading, format
 SUMMARIES = (

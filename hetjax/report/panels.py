@@ -6,9 +6,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
-from hetjax.watch.colours import worker_colour
-from hetjax.watch.drawing import BLUE, DARK, THOUSANDS, curve, name_beside, thinned, window_sums
-from hetjax.watch.run_folder import Run
+from hetjax.report.colors import worker_colour
+from hetjax.report.drawing import BLUE, DARK, THOUSANDS, curve, name_beside, thinned, window_sums
+from hetjax.report.run_folder import Run
 
 
 def counts_panel(axes: Axes, run: Run) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hetjax.watch.jsonl import CONFIG, METRICS, SUMMARY, parse_line
+from hetjax.report.jsonl import CONFIG, METRICS, SUMMARY, parse_line
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetjax.watch.figure import draw_run
-from hetjax.watch.page import comparison_page
-from hetjax.watch.run_folder import find_runs, read_run
+from hetjax.report.figure import draw_run
+from hetjax.report.page import comparison_page
+from hetjax.report.run_folder import find_runs, read_run
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import SubFigure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from hetjax.watch.colours import worker_colour
-from hetjax.watch.drawing import BLUE, DARK, THOUSANDS, name_beside, thinned, window_sums
-from hetjax.watch.run_folder import Run
+from hetjax.report.colors import worker_colour
+from hetjax.report.drawing import BLUE, DARK, THOUSANDS, name_beside, thinned, window_sums
+from hetjax.report.run_folder import Run
 
 
 def shares(figure: SubFigure, run: Run) -> None:

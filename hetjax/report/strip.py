@@ -8,9 +8,9 @@ from matplotlib.figure import SubFigure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from hetjax.watch.colours import worker_colour
-from hetjax.watch.drawing import DARK
-from hetjax.watch.run_folder import Run
+from hetjax.report.colors import worker_colour
+from hetjax.report.drawing import DARK
+from hetjax.report.run_folder import Run
 
 _WAITING, _REDUCE = "#E8E8E8", "#BDBDBD"
 

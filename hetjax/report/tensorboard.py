@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hetjax.watch.tracker import Row, scalars
+from hetjax.report.trackers import Row, scalars
 
 
 class TensorBoardTracker:

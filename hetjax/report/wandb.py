@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hetjax.watch.tracker import Row, plain, scalars
+from hetjax.report.trackers import Row, plain, scalars
 
 
 class WandbTracker:

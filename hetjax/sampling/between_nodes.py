@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from hetjax.plan import controllers
-from hetjax.plan.controllers.protocol import Controller, Observation
-from hetjax.plan.limits import Limits
+from hetjax.planning import controllers
+from hetjax.planning.controllers.base import Controller, Observation
+from hetjax.planning.limits import Limits
 
 RULES = ("balanced", "equal", "steps")
 _MEMORY = 0.3  # of the latest exchange in a node's rate

@@ -1,4 +1,4 @@
-"""Blocks: which worker owns which sample, for good. Made at random here, by submodular greedy in plan/submodular."""
+"""Blocks: which worker owns which sample, for good. Made at random here, by submodular greedy in submodular/."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from hetjax.plan.limits import Limits
-from hetjax.plan.rounding import largest_remainder
+from hetjax.planning.limits import Limits
+from hetjax.planning.rounding import largest_remainder
 
 _FORMAT = "hetjax blocks 1"
 

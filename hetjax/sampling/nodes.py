@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from hetjax.plan.between_nodes import BetweenNodes
-from hetjax.plan.controllers.protocol import Plan
-from hetjax.plan.sampler import Decide, Sampler, Span
+from hetjax.planning.controllers.base import Plan
+from hetjax.sampling.between_nodes import BetweenNodes
+from hetjax.sampling.order import Decide, Sampler, Span
 
 
 class NodeSampler:

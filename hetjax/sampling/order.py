@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from hetjax.plan.controllers.protocol import Plan
+from hetjax.planning.controllers.base import Plan
 
 Decide = Callable[[int, int], Plan]  # (batch, epoch) -> the controller's plan
 

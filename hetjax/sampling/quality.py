@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetjax.plan.blocks import Blocks, numbered
-from hetjax.plan.submodular.cut import class_kernels
-from hetjax.plan.submodular.features import flat_features, moments, principal_components
-from hetjax.plan.submodular.objectives import OBJECTIVES, value
+from hetjax.sampling.blocks import Blocks, numbered
+from hetjax.sampling.submodular.cut import class_kernels
+from hetjax.sampling.submodular.features import flat_features, moments, principal_components
+from hetjax.sampling.submodular.objectives import OBJECTIVES, value
 
 _WIDEST = 1024  # covariances of wider features are taken of this many principal components
 

@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from hetjax.plan.controllers.protocol import Plan
-from hetjax.plan.sampler import Decide, Sampler, Span, check_same_samples, permute
+from hetjax.planning.controllers.base import Plan
+from hetjax.sampling.order import Decide, Sampler, Span, check_same_samples, permute
 
 _GOLDEN = 0x9E3779B97F4A7C15  # an odd constant: multiples of it are different seeds
 Unread = Callable[[np.ndarray], np.ndarray]  # of these samples, those not yet read in this epoch

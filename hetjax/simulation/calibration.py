@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from hetjax.data.rows import Rows
-from hetjax.plan.allocation import solve
-from hetjax.plan.sampler import Span
-from hetjax.run.agree import gather
-from hetjax.run.engines.protocol import Replicas
-from hetjax.run.session import Session
-from hetjax.run.simulate import Simulation
+from hetjax.engines.base import Replicas
+from hetjax.engines.session import Session
+from hetjax.fleet.agree import gather
+from hetjax.planning.allocation import solve
+from hetjax.sampling.order import Span
+from hetjax.simulation.speeds import Simulation
 
 _ROUNDS = 5  # after one to warm up
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetjax.run.members import kept_entries
+from hetjax.fleet.membership import kept_entries
 
 log = logging.getLogger("hetjax")
 
@@ -41,7 +41,7 @@ def constant(speeds: Sequence[float], startup: Sequence[float] | float = 0.0) ->
 
 
 def of_survivors(trace: Trace, workers: int) -> Trace:
-    """The trace of the workers that an elastic run goes on with; see `hetjax.run.members`."""
+    """The trace of the workers that an elastic run goes on with; see `hetjax.fleet.membership`."""
     given = len(trace(0)[0])
     if len(kept := kept_entries(given, workers)) == given:
         return trace

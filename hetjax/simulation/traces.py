@@ -18,7 +18,7 @@ from bisect import bisect_right
 from pathlib import Path
 from typing import Any
 
-from hetjax.run.simulate import Trace, constant
+from hetjax.simulation.speeds import Trace, constant
 
 
 def read_trace(path: str | Path) -> Trace:

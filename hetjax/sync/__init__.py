@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from hetjax.sync.allreduce import AllReduce
+from hetjax.sync.base import Rule, Setting, Sync
 from hetjax.sync.daso import Daso
-from hetjax.sync.decentralised import Decentralised
+from hetjax.sync.decentralized import Decentralised
 from hetjax.sync.hogbatch import AdaptiveHogbatch, AdaptiveSgd, Asynchronous, Hogbatch
-from hetjax.sync.protocol import Rule, Setting, Sync
 
 REGISTRY: dict[str, type[Sync]] = {
     "allreduce": AllReduce,

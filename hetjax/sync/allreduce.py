@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from hetjax.run.reduce import Reduce, make_reduce
-from hetjax.run.update import State
-from hetjax.sync.protocol import Setting, Sync
+from hetjax.reduce.transports import Reduce, make_reduce
+from hetjax.reduce.update import State
+from hetjax.sync.base import Setting, Sync
 from hetjax.sync.replicas import average
 
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import jax
 import optax
 
-from hetjax.run.layout import Layout
-from hetjax.run.reduce import Reduce
-from hetjax.run.update import Finish, State, Update, optimiser_step
-from hetjax.run.workers import Workers
+from hetjax.devices.workers import Workers
+from hetjax.reduce.layout import Layout
+from hetjax.reduce.transports import Reduce
+from hetjax.reduce.update import Finish, State, Update, optimiser_step
 
 if TYPE_CHECKING:
     from hetjax.history import History

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from hetjax.data.source import Source
+from hetjax.devices.workers import Workers
+from hetjax.engines.base import Replicas
+from hetjax.engines.session import Session
 from hetjax.history import History, Record
-from hetjax.plan.sampler import Sampler
 from hetjax.recorder import Recorder
-from hetjax.run.engines.protocol import Replicas
-from hetjax.run.session import Session
-from hetjax.run.simulate import Simulation
-from hetjax.run.update import State
-from hetjax.run.workers import Workers
-from hetjax.sync.protocol import Rule
+from hetjax.reduce.update import State
+from hetjax.sampling.order import Sampler
+from hetjax.simulation.speeds import Simulation
+from hetjax.sync.base import Rule
 
 
 @dataclass(frozen=True)

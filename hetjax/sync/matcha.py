@@ -16,7 +16,7 @@ from itertools import count, pairwise
 
 import numpy as np
 
-from hetjax.plan.mixing import Mixing, exchange_rounds
+from hetjax.sync.topology import Mixing, exchange_rounds
 
 _STEPS = 400  # of the search for p; it is within 1% of the best found by a fine grid
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from hetjax.run.compiles import expected
-from hetjax.run.update import State
-from hetjax.run.workers import Workers
+from hetjax.devices.compiles import expected
+from hetjax.devices.workers import Workers
+from hetjax.reduce.update import State
 
 Tree = Any
 

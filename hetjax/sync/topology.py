@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 Pairs = tuple[tuple[int, int], ...]  # (sender, receiver)
-KeptEntries = Callable[[int, int], list[int]]  # see hetjax.run.members.kept_entries
+KeptEntries = Callable[[int, int], list[int]]  # see hetjax.fleet.membership.kept_entries
 _SUM_TOLERANCE = 1e-6  # of rows and columns: a file may hold float32
 
 

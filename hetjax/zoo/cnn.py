@@ -8,9 +8,9 @@ from itertools import pairwise
 import jax
 from flax import nnx
 
-from hetjax.models.dropout import Dropout
-from hetjax.models.pool import max_pool
-from hetjax.models.precision import Compute, wide
+from hetjax.zoo.dropout import Dropout
+from hetjax.zoo.pool import max_pool
+from hetjax.zoo.precision import Compute, wide
 
 
 class CNN(nnx.Module):

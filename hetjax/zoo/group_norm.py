@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from hetjax.models.precision import Compute, wide
+from hetjax.zoo.precision import Compute, wide
 
 
 class GroupNorm(nnx.Module):

@@ -9,8 +9,8 @@ from itertools import pairwise
 import jax
 from flax import nnx
 
-from hetjax.models.dropout import Dropout
-from hetjax.models.precision import Compute, wide
+from hetjax.zoo.dropout import Dropout
+from hetjax.zoo.precision import Compute, wide
 
 
 class MLP(nnx.Module):

@@ -8,10 +8,10 @@ from typing import Any
 from flax import nnx
 
 from hetjax.data.source import Description
-from hetjax.models.cnn import CNN
-from hetjax.models.mlp import MLP
-from hetjax.models.resnet import ResNet
-from hetjax.models.transformer import Transformer
+from hetjax.zoo.cnn import CNN
+from hetjax.zoo.mlp import MLP
+from hetjax.zoo.resnet import ResNet
+from hetjax.zoo.transformer import Transformer
 
 MODELS: dict[str, Any] = {"mlp": MLP, "cnn": CNN, "resnet": ResNet, "transformer": Transformer}
 

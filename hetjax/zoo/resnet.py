@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import jax
 from flax import nnx
 
-from hetjax.models.group_norm import GroupNorm
-from hetjax.models.precision import Compute, wide
+from hetjax.zoo.group_norm import GroupNorm
+from hetjax.zoo.precision import Compute, wide
 
 # norm(features, dtype=..., rngs=...) makes a layer that is called with x [..., height, width, features] alone.
 NormFactory = Callable[..., Callable[[jax.Array], jax.Array]]

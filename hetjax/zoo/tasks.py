@@ -7,13 +7,13 @@ from typing import Any
 
 from flax import nnx
 
-from hetjax import models
+from hetjax import zoo as models
+from hetjax.adapters.batch_norm import BatchNorm
+from hetjax.adapters.contract import Example
+from hetjax.adapters.flax_models import FlaxModel, from_nnx
 from hetjax.arguments import MOST_SEED, whole
 from hetjax.data import RowSource, load
-from hetjax.run import memory
-from hetjax.run.contract import Example
-from hetjax.run.from_flax import FlaxModel, from_nnx
-from hetjax.run.norm import BatchNorm
+from hetjax.devices import memory
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Task:
 def make_task(
     dataset: str, model: str, *, seed: int = 0, norm: str | None = None, augment: str = "none", **options: Any
 ) -> Task:
-    """`dataset` as `hetjax.data.load` knows it, `model` one of `hetjax.models.MODELS`, `options` of its constructor.
+    """`dataset` as `hetjax.data.load` knows it, `model` one of `hetjax.zoo.MODELS`, `options` of its constructor.
 
     norm: 'batch' for hetjax's count-weighted BatchNorm or 'group' for GroupNorm, in models that normalise.
     augment: 'shift' moves training images by up to a pixel, or 'none'.

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from hetjax.models.dropout import Dropout
-from hetjax.models.precision import Compute, wide
+from hetjax.zoo.dropout import Dropout
+from hetjax.zoo.precision import Compute, wide
 
 
 def causal_attention(q_HxTxD: jax.Array, k_HxTxD: jax.Array, v_HxTxD: jax.Array) -> jax.Array:

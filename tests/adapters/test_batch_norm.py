@@ -9,7 +9,7 @@ from flax import linen, nnx
 from problems import RandomPlans, distance
 
 import hetjax
-from hetjax.plan.sampler import Sampler
+from hetjax.sampling.order import Sampler
 from hetjax.trainer import Trainer
 
 GROUP, BATCH, SAMPLES = 4, 24, 58  # the last step of an epoch has 10 samples: two groups and a half

@@ -10,10 +10,10 @@ import pytest
 from flax import linen, nnx
 
 import hetjax
+from hetjax.adapters.probe import check_model_state, probe_indices
 from hetjax.data import fetch, load
-from hetjax.run.model_state import check_model_state, probe_indices
-from hetjax.run.update import State
-from hetjax.task import make_task
+from hetjax.reduce.update import State
+from hetjax.zoo.tasks import make_task
 
 GROUP, SAMPLES = 4, 40
 RNG = np.random.default_rng(0)

@@ -9,7 +9,7 @@ from fake_trainer import FakeTrainer
 from tiny_problem import trainer_for
 
 from hetjax import checkpoint
-from hetjax.run.update import State
+from hetjax.reduce.update import State
 
 KEYS = ("step", "cursor", "replicas", "kinds", "arrays", "more", "trainer", "extra")
 ABSENT = object()

@@ -16,7 +16,7 @@ from fake_trainer import FakeTrainer
 
 from hetjax import checkpoint
 from hetjax.checkpoint import lock
-from hetjax.run.update import State
+from hetjax.reduce.update import State
 
 # Holds a folder until it is killed; "orphan": from a process that has ended, with a child that has not.
 HOLDING = """

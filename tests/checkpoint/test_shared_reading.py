@@ -7,7 +7,7 @@ from fake_trainer import FakeTrainer
 
 from hetjax import checkpoint
 from hetjax.checkpoint import resume
-from hetjax.run.update import State
+from hetjax.reduce.update import State
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from fake_trainer import FakeTrainer
 
 from hetjax import checkpoint
-from hetjax.run.update import State
+from hetjax.reduce.update import State
 
 PARAMS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.float32(3)}
 

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from hetjax.batches import FeedBatch
-from hetjax.plan.controllers.protocol import Plan
-from hetjax.plan.sampler import Span
+from hetjax.data.batches import FeedBatch
+from hetjax.planning.controllers.base import Plan
+from hetjax.sampling.order import Span
 from hetjax.step import own_span
 
 PLAN = Plan(np.array([40, 80, 0, 680]))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hetjax.data.feed import Feed
-from hetjax.plan.sampler import Sampler
+from hetjax.sampling.order import Sampler
 
 
 class Numbered:

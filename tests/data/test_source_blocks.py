@@ -9,10 +9,7 @@ import pytest
 
 from hetjax.__main__ import main
 from hetjax.data import MemorySource, load
-from hetjax.plan.blocks import Blocks
-from hetjax.plan.submodular import principal_components, recut, submodular_blocks
-from hetjax.plan.submodular.clusters import k_means
-from hetjax.source_blocks import (
+from hetjax.data.source_blocks import (
     fingerprint,
     make_blocks,
     named_features,
@@ -20,6 +17,9 @@ from hetjax.source_blocks import (
     read_features,
     shared_blocks,
 )
+from hetjax.sampling.blocks import Blocks
+from hetjax.sampling.submodular import principal_components, recut, submodular_blocks
+from hetjax.sampling.submodular.clusters import k_means
 
 
 def arrays(size=60, **more):
@@ -175,7 +175,7 @@ def test_the_command_explains_mistakes(tmp_path, capsys):
 
 
 def test_where_the_blocks_go_is_looked_at_before_they_are_cut(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("hetjax.blocks_command.submodular_blocks", None)
+    monkeypatch.setattr("hetjax.cli.partition.submodular_blocks", None)
     for out, sentence in ((tmp_path / "nowhere" / "b.npz", "there is no such folder"), (tmp_path, "is a folder")):
         assert main(["partition", "digits", "--out", str(out)]) == 2
         assert sentence in capsys.readouterr().err
@@ -184,7 +184,7 @@ def test_where_the_blocks_go_is_looked_at_before_they_are_cut(tmp_path, capsys, 
 @pytest.fixture
 def no_picture(monkeypatch):
     """Drawing takes longer than all the rest."""
-    monkeypatch.setattr("hetjax.blocks_report.draw", lambda out, *_: (out, out))
+    monkeypatch.setattr("hetjax.report.blocks_report.draw", lambda out, *_: (out, out))
 
 
 def partition(tmp_path, name, *flags, **saved):

@@ -13,10 +13,11 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from hetjax.launch.variables import PROGRAMS
-from hetjax.run import compile_once, memory
-from hetjax.run.compile_once import compile_for, compile_over
-from hetjax.run.compiles import compiles
+from hetjax.devices import compile as compile_once
+from hetjax.devices import memory
+from hetjax.devices.compile import compile_for, compile_over
+from hetjax.devices.compiles import compiles
+from hetjax.environment import PROGRAMS
 
 VECTOR = jax.ShapeDtypeStruct((3,), np.float32)
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from hetjax.devices import fake_devices, most_fake_devices, said_by_environment
+from hetjax.devices.fake import fake_devices, most_fake_devices, said_by_environment
 
 
 def test_what_the_environment_says(monkeypatch):
@@ -32,7 +32,7 @@ def test_a_cpu_is_not_split_into_more_devices_than_it_has_memory_maps_for(monkey
     with pytest.raises(ValueError, match=r"1,000 devices were asked for, but a CPU can be split into .*max_map_count"):
         fake_devices(1000)
     assert 4 <= most_fake_devices() <= 256
-    monkeypatch.setattr("hetjax.devices.most_fake_devices", lambda: 7)
+    monkeypatch.setattr("hetjax.devices.fake.most_fake_devices", lambda: 7)
     assert len(fake_devices(7)) == 7
     with pytest.raises(ValueError, match="8 devices were asked for, but a CPU can be split into 7"):
         fake_devices()
@@ -41,5 +41,5 @@ def test_a_cpu_is_not_split_into_more_devices_than_it_has_memory_maps_for(monkey
 @pytest.mark.parametrize(("flags", "count", "found"), [("", "3", 3), ("", "", 4), ("2", "", 2)])
 def test_a_fresh_process_gets_what_it_asks_for(flags, count, found):
     said = f"--xla_force_host_platform_device_count={flags}" if flags else ""
-    code = f"from hetjax.devices import fake_devices; assert len(fake_devices({count})) == {found}"
+    code = f"from hetjax.devices.fake import fake_devices; assert len(fake_devices({count})) == {found}"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=100, env={**os.environ, "XLA_FLAGS": said})

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 from problems import problem
 
+from hetjax.adapters.contract import Objective
 from hetjax.data.rows import Rows
-from hetjax.plan.sampler import Span
-from hetjax.run import memory
-from hetjax.run.clocks import Clocks
-from hetjax.run.contract import Objective
-from hetjax.run.engines import ChunkedEngine, Program
-from hetjax.run.ladder import Ladder
-from hetjax.run.local import layout_of, train_sums
-from hetjax.run.workers import Workers
+from hetjax.devices import memory
+from hetjax.devices.workers import Workers
+from hetjax.engines import ChunkedEngine, Program
+from hetjax.engines.clocks import Clocks
+from hetjax.engines.ladder import Ladder
+from hetjax.engines.local import layout_of, train_sums
+from hetjax.sampling.order import Span
 
 
 def program_for(made):
@@ -94,8 +94,8 @@ def test_prices_are_those_of_chunks_in_a_row(monkeypatch):
 
         return run
 
-    monkeypatch.setattr("hetjax.run.ladder.time.perf_counter", lambda: now[0])
-    monkeypatch.setattr("hetjax.run.ladder.jax.block_until_ready", takes(2e-4))
+    monkeypatch.setattr("hetjax.engines.ladder.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("hetjax.engines.ladder.jax.block_until_ready", takes(2e-4))
     ladder = object.__new__(Ladder)
     ladder.devices, ladder.join, ladder.priced_by_rows = ("cpu",), {"cpu": takes(2e-5)}, False
     ladder.arguments = lambda rows, device: ()

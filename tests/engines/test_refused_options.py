@@ -4,7 +4,7 @@ import optax
 import pytest
 
 from hetjax import Chunked, Trainer
-from hetjax.plan.controllers import Balanced
+from hetjax.planning.controllers import Balanced
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import pytest
 from problems import RandomPlans, distance, problem, reference_run
 
 from hetjax import Chunked, Trainer
-from hetjax.run import workers
-from hetjax.run.engines import chunked
-from hetjax.run.layout import Layout
+from hetjax.devices import workers
+from hetjax.engines import chunked
+from hetjax.reduce.layout import Layout
 
 
 @pytest.fixture

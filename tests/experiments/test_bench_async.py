@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import bench_async
 import pytest
-from async_problems import digits
 from bench_async import SYNCS, as_balanced, row_time, summed, verdict
+from benches.async_problems import digits
 
 
 def test_no_phase_is_shorter_than_promised():

@@ -25,7 +25,7 @@ from bench_cluster import (
     unrest,
     use_by_round,
 )
-from cluster_worker import swapped
+from benches.cluster_worker import swapped
 from rich.console import Console
 
 from hetjax.launch.cgroups import QuotasRefused, find_home

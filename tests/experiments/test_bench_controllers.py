@@ -11,9 +11,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
 
 import bench_controllers
-import controller_traces
+from benches import controller_traces
 
-from hetjax.plan.virtual_time import Run
+from hetjax.planning.simulator import Run
 
 
 def made_up(times, changes=()):

@@ -12,7 +12,7 @@ from pathlib import Path
 import bench_daso
 import pytest
 import quick_compiles
-from daso_links import Links, LinksRefused
+from benches.links import Links, LinksRefused
 from rich.console import Console
 
 pytestmark = pytest.mark.slow

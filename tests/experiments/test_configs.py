@@ -7,21 +7,21 @@ import json
 import numpy as np
 import pytest
 import train
-import train_config
+from training import configs
 
-from hetjax.watch import Report
+from hetjax.report import Report
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("name", train_config.names())
+@pytest.mark.parametrize("name", configs.names())
 def test_a_config_says_what_to_expect(name):
-    said = ast.get_docstring(ast.parse((train_config.CONFIGS / f"{name}.py").read_text()))
+    said = ast.get_docstring(ast.parse((configs.CONFIGS / f"{name}.py").read_text()))
     for word in ("command   ", "run time  ", "expected  ", f"python experiments/train.py --config {name}"):
         assert word in said
 
 
-@pytest.mark.parametrize("name", train_config.names())
+@pytest.mark.parametrize("name", configs.names())
 def test_a_config_takes_one_step(name, tmp_path, monkeypatch):
     drawn = Report((tmp_path / "run.png",), tmp_path / "report.html")
     monkeypatch.setattr(train.watch, "report", lambda *_, **__: drawn)  # pictures have tests of their own
@@ -31,9 +31,9 @@ def test_a_config_takes_one_step(name, tmp_path, monkeypatch):
     if name == "text_transformer":
         (tmp_path / "text").write_bytes(b"to be or not to be " * 400)
         flags += ["--dataset", f"text:{tmp_path / 'text'}"]
-    if train_config.named(name).compares:
+    if configs.named(name).compares:
         flags += ["--strategy", "balanced"]  # one run is enough here
-    if train_config.named(name).workers.trace is None:
+    if configs.named(name).workers.trace is None:
         flags += ["--devices", "2"]
     assert train.main(flags) == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-import rcd_sgd
-from rcd_sgd import Args, Curve
+from studies import rcd_sgd
+from studies.rcd_sgd import Args, Curve
 
 from hetjax.sync import AllReduce, Decentralised
 

@@ -10,16 +10,15 @@ import time
 import numpy as np
 import pytest
 import train
-import train_config
-import train_setup
 from jax.errors import JaxRuntimeError
+from training import configs, setup
 
-from hetjax import watch
-from hetjax.launch.meeting_point import free_port
-from hetjax.launch.variables import PROGRAMS
-from hetjax.run import agree, distributed
-from hetjax.run.agree import Disagreement
-from hetjax.watch import read_run
+from hetjax import report
+from hetjax.environment import PROGRAMS
+from hetjax.fleet import agree, distributed
+from hetjax.fleet.agree import Disagreement
+from hetjax.fleet.rendezvous import free_port
+from hetjax.report import read_run
 
 TINY = ["--model", "mlp", "--width", "8", "--batch-size", "64", "--devices", "2"]
 SUMMARY = {
@@ -41,7 +40,7 @@ SUMMARY = {
     "recompiles_after_warmup",
     "data_wait_share",
 }
-IMPORT = b"from train_config import *\n"
+IMPORT = b"from training.configs import *\n"
 ROW = {"step", "epoch", "loss", "counts", "times", "step_time", "samples_per_s", "changed", "reason"}
 
 
@@ -96,14 +95,14 @@ def whole(tmp_path):
 @pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_as_if_nothing_had_happened(tmp_path, whole, monkeypatch, capsys):
     folder = tmp_path / "stopped"
-    tell = watch.Follow.__call__
+    tell = report.Follow.__call__
 
     def kill_in_step_2(self, record, state):
         tell(self, record, state)
-        if record.step == 2 and isinstance(self.tracker, watch.Composite):
+        if record.step == 2 and isinstance(self.tracker, report.Composite):
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(watch.Follow, "__call__", kill_in_step_2)
+    monkeypatch.setattr(report.Follow, "__call__", kill_in_step_2)
     flags = [*TINY, "--batch-size", "500", "--epochs", "2", "--strategy", "equal", "--out", str(folder)]
     assert train.main(flags) == 130
     monkeypatch.undo()
@@ -211,10 +210,10 @@ def test_a_damaged_configuration_of_a_run_is_named(content, tmp_path, capsys):
 
 
 def test_every_named_configuration_and_what_a_run_writes_of_it_can_be_read(tmp_path):
-    for name in train_config.names():
-        config = train_config.named(name)
-        watch.write_json(tmp_path / "config.json", config.flat())
-        assert train_config.saved(tmp_path / "config.json", train_config.Config()).flat() == {
+    for name in configs.names():
+        config = configs.named(name)
+        report.write_json(tmp_path / "config.json", config.flat())
+        assert configs.saved(tmp_path / "config.json", configs.Config()).flat() == {
             **config.flat(), "config": None,
         }  # fmt: skip
 
@@ -269,14 +268,14 @@ def test_processes_with_other_flags_are_told(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(agree, "gather", lambda told: [told, {**told, "learning_rate": 0.5}])
     assert train.main([*TINY, "--strategy", "equal", "--out", str(tmp_path)]) == 2
     assert "Process 1 differs from process 0 in its learning rate: 0.5 instead of None" in capsys.readouterr().err
-    assert {"devices", "capacity", "out"} <= set(train.OF_A_PROCESS) <= train_config.Config().flat().keys()
+    assert {"devices", "capacity", "out"} <= set(train.OF_A_PROCESS) <= configs.Config().flat().keys()
 
 
 def test_what_is_left_of_several_processes_is_no_simulation(monkeypatch):
-    monkeypatch.setattr(train_setup, "said_by_environment", lambda: None)
-    assert train_setup.find_devices(train_config.Config())[0] is not None
+    monkeypatch.setattr(setup, "said_by_environment", lambda: None)
+    assert setup.find_devices(configs.Config())[0] is not None
     monkeypatch.setenv("HETJAX_PROCESSES", "1")
-    assert train_setup.find_devices(train_config.Config())[0] is None
+    assert setup.find_devices(configs.Config())[0] is None
 
 
 @pytest.mark.slow

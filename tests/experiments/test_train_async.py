@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import train
 
-from hetjax.watch import Report, read_run
+from hetjax.report import Report, read_run
 
 pytestmark = pytest.mark.slow
 

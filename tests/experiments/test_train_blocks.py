@@ -12,17 +12,15 @@ import numpy as np
 import pytest
 import quick_compiles
 import train
-import train_blocks
-import train_config
-import train_setup
 from rich.console import Console
+from training import configs, partitions, setup
 
 from hetjax.data import load
-from hetjax.plan.blocks import Blocks
-from hetjax.plan.submodular import recut
+from hetjax.data.source_blocks import make_blocks, read_features
 from hetjax.presets import choose
-from hetjax.source_blocks import make_blocks, read_features
-from hetjax.watch import read_run
+from hetjax.report import read_run
+from hetjax.sampling.blocks import Blocks
+from hetjax.sampling.submodular import recut
 
 pytestmark = pytest.mark.slow
 
@@ -32,12 +30,12 @@ TINY = ["--model", "mlp", "--width", "8", "--batch-size", "64"]
 
 def blocks_for(folder, *flags, told=None):
     """What `train.py --partition submodular` with these flags trains on, and keeps after its first step."""
-    config = train_config.parse([*TINY, "--partition", "submodular", *flags], train_config.Config())
-    simulation, devices = train_setup.find_devices(config)
-    task, chosen = train_setup.make_task_of(config), choose(**train_setup.method(config))
+    config = configs.parse([*TINY, "--partition", "submodular", *flags], configs.Config())
+    simulation, devices = setup.find_devices(config)
+    task, chosen = setup.make_task_of(config), choose(**setup.method(config))
     console = Console(file=told or io.StringIO())
-    blocks = train_blocks.partition_of(config, chosen, task, devices, simulation, folder, console)
-    train_blocks.keep(config, folder, blocks)
+    blocks = partitions.partition_of(config, chosen, task, devices, simulation, folder, console)
+    partitions.keep(config, folder, blocks)
     return blocks
 
 
@@ -100,7 +98,7 @@ def test_survivors_of_an_elastic_run_keep_their_blocks(tmp_path, monkeypatch):
 def test_a_resumed_run_does_not_measure_the_same_workers_again(tmp_path, monkeypatch):
     flags = ["--devices", "2", "--speeds", "real", "--out", str(tmp_path)]
     old = blocks_for(tmp_path, *flags, "--rates", "3,1")
-    monkeypatch.setattr(train_blocks, "measured", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(partitions, "measured", lambda *_: pytest.fail("measured"))
     assert np.array_equal(blocks_for(tmp_path, *flags, "--resume").owner_D, old.owner_D)
 
 
@@ -166,11 +164,11 @@ def test_blocks_from_a_file_and_no_blocks_at_all(tmp_path):
     mine.renamed(data="of others").save(tmp_path / "mine.npz")
     with pytest.raises(ValueError, match="cut from other samples"):
         blocks_for(tmp_path, "--devices", "2", "--blocks", str(tmp_path / "mine.npz"))
-    name = train_blocks.partition_of(train_config.Config(), choose("dbs"), None, jax.devices(), None, tmp_path, None)
+    name = partitions.partition_of(configs.Config(), choose("dbs"), None, jax.devices(), None, tmp_path, None)
     assert name == "proportional"
 
 
 def test_without_a_method_blocks_are_one_run_and_not_a_comparison():
-    assert not train_config.parse(["--partition", "submodular"], train_config.Config()).compares
+    assert not configs.parse(["--partition", "submodular"], configs.Config()).compares
     with pytest.raises(ValueError, match="for good"):
         choose("balanced", partition="submodular")

@@ -12,15 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import train
-import train_setup
 from sample_log import Numbered, check_epochs, telling
+from training import setup
 
-from hetjax import checkpoint, watch
-from hetjax.launch.variables import PROGRAMS
-from hetjax.plan.controllers.equal import Equal
-from hetjax.plan.sampler import Sampler
+from hetjax import checkpoint, report
+from hetjax.environment import PROGRAMS
+from hetjax.planning.controllers.baselines import Equal
+from hetjax.report import read_run
+from hetjax.sampling.order import Sampler
 from hetjax.thinning import Thinning
-from hetjax.watch import read_run
 
 pytestmark = pytest.mark.slow
 
@@ -49,27 +49,27 @@ def tiny(tmp_path):
 @pytest.fixture
 def numbered_samples(monkeypatch):
     """Every row of the metrics tells which samples were computed."""
-    make = train_setup.make_task_of
+    make = setup.make_task_of
 
     def telling_task(config):
         task = make(config)
         loss_fn = telling(task.model.loss_fn, len(task.train))
         return replace(task, train=Numbered(task.train), model=replace(task.model, loss_fn=loss_fn))
 
-    monkeypatch.setattr(train_setup, "make_task_of", telling_task)
+    monkeypatch.setattr(setup, "make_task_of", telling_task)
 
 
 @pytest.fixture
 def end_in_step(monkeypatch):
     """SIGTERM comes when the rows of so many steps are written; with None it does not."""
-    tell, when = watch.Follow.__call__, [None]
+    tell, when = report.Follow.__call__, [None]
 
     def told(self, record, state):
         tell(self, record, state)
-        if record.step == when[0] and isinstance(self.tracker, watch.Composite):
+        if record.step == when[0] and isinstance(self.tracker, report.Composite):
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(watch.Follow, "__call__", told)
+    monkeypatch.setattr(report.Follow, "__call__", told)
     return lambda step: when.__setitem__(0, step)
 
 
@@ -123,7 +123,7 @@ def test_a_second_run_in_the_same_folder_is_refused_and_changes_nothing(tmp_path
     """Also one that compares, whose runs have folders of their own in it, and one of several processes."""
     flags = [*tiny(), "--devices", "1", "--steps", "4", "--out", str(tmp_path / "run")]
     several = ["-m", "hetjax", "launch", "--processes", "2", "--"]
-    second, tell = [], watch.Follow.__call__
+    second, tell = [], report.Follow.__call__
 
     def told(self, record, state):
         tell(self, record, state)
@@ -135,7 +135,7 @@ def test_a_second_run_in_the_same_folder_is_refused_and_changes_nothing(tmp_path
                 second.append(subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120))
             assert sorted(tmp_path.rglob("*")) == before
 
-    monkeypatch.setattr(watch.Follow, "__call__", told)
+    monkeypatch.setattr(report.Follow, "__call__", told)
     assert train.main([*flags, "--strategy", "equal"]) == 0
     for done in second:
         assert done.returncode == 2, done.stderr
@@ -256,7 +256,7 @@ def test_a_run_unpickles_nothing_and_writes_only_where_it_was_told(tmp_path, tin
 def test_what_a_run_came_to_does_not_depend_on_which_rows_are_kept(tmp_path, tiny, end_in_step, monkeypatch):
     """Stopped, resumed and with room for four rows: steps, samples, seconds and plan changes are of the whole run."""
     monkeypatch.setattr(Thinning.__init__, "__defaults__", (4,))
-    monkeypatch.setattr(watch, "JsonlTracker", partial(watch.JsonlTracker, limit=4))
+    monkeypatch.setattr(report, "JsonlTracker", partial(report.JsonlTracker, limit=4))
     made, turns = Equal.plan, iter(range(100))
 
     def changing(self, batch, limits, epoch=0):

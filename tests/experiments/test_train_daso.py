@@ -5,7 +5,7 @@ import json
 import pytest
 import train
 
-from hetjax.watch import read_run
+from hetjax.report import read_run
 
 SAMPLES = 1438  # of digits
 

@@ -8,16 +8,16 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "run"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import jax
 from sample_log import samples_of
 from tiny_problem import trainer_for
 
 from hetjax import checkpoint
+from hetjax.fleet.distributed import initialise, leave
 from hetjax.interrupt import stop_on_signals
 from hetjax.launch.heartbeat import from_environment
-from hetjax.run.distributed import initialise, leave
 
 
 def main():

@@ -9,7 +9,7 @@ import pytest
 import train
 from following import DETECTED, Run, until
 
-from hetjax.watch import read_run
+from hetjax.report import read_run
 
 pytestmark = pytest.mark.slow
 

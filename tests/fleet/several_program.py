@@ -25,8 +25,8 @@ def runs(devices, mistake=None, process=0):
     from tiny_problem import trainer_for
 
     from hetjax import Chunked
-    from hetjax.plan.controllers.protocol import Plan
-    from hetjax.run import sum_parts
+    from hetjax.planning.controllers.base import Plan
+    from hetjax.reduce import sum_parts
 
     class Odd(RandomPlans):
         def plan(self, batch, limits, epoch=0):
@@ -89,7 +89,7 @@ class Reads:
 def main():
     import jax
 
-    from hetjax.run.distributed import initialise, leave
+    from hetjax.fleet.distributed import initialise, leave
 
     per_process, folder, *mistake = sys.argv[1:]
     jax.config.update("jax_num_cpu_devices", int(per_process))

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hetjax.launch.meeting_point import free_port, is_loopback, own_address_towards
-from hetjax.run.distributed import Place, detected_cluster, find_place
+from hetjax.fleet.distributed import Place, detected_cluster, find_place
+from hetjax.fleet.rendezvous import free_port, is_loopback, own_address_towards
 
 ROOT = Path(__file__).parents[2]
 SLURM = {"SLURM_JOB_ID": "4242", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
@@ -19,7 +19,7 @@ LAUNCHER = {"HETJAX_COORDINATOR": "127.0.0.1:5000", "HETJAX_PROCESSES": "2", "HE
 # Joins, adds the process numbers (from 1) of all in a collective, says on which addresses it listens, and leaves.
 PROGRAM = """
 import os, sys
-from hetjax.run import initialise, leave
+from hetjax.fleet import initialise, leave
 try:
     place = initialise(start_limit=float(os.environ.get("LIMIT", 60)), heartbeat_limit=5)
 except (ValueError, OSError) as error:

@@ -6,11 +6,11 @@ import pytest
 from tiny_problem import trainer_for
 
 from hetjax import Chunked, Simulation
-from hetjax.plan.mixing import topology
-from hetjax.run.engines.specs import per_worker
-from hetjax.run.members import kept_entries
-from hetjax.run.simulate import constant
-from hetjax.run.workers import Workers
+from hetjax.devices.workers import Workers
+from hetjax.engines.specs import per_worker
+from hetjax.fleet.membership import kept_entries
+from hetjax.simulation.speeds import constant
+from hetjax.sync.topology import topology
 
 
 def lost(processes, *members):

@@ -15,7 +15,7 @@ from several_program import STEPS, runs
 from tiny_problem import BATCH, SAMPLES, loss_fn, source
 
 from hetjax import Step
-from hetjax.launch.variables import PROGRAMS
+from hetjax.environment import PROGRAMS
 
 pytestmark = pytest.mark.slow
 
@@ -26,8 +26,8 @@ COUNTS_COMPILES = """
 import os, sys
 from pathlib import Path
 from tiny_problem import trainer_for
-from hetjax.run.distributed import initialise, leave
-from hetjax.run.program_store import ProgramStore
+from hetjax.fleet.distributed import initialise, leave
+from hetjax.devices.program_store import ProgramStore
 
 stored, write = [], ProgramStore.write
 ProgramStore.write = lambda self, key, content: stored.append(key) or write(self, key, content)
@@ -47,7 +47,7 @@ from pathlib import Path
 import numpy as np, optax
 from tiny_problem import BATCH, loss_fn, source
 import hetjax
-from hetjax.run.distributed import initialise, leave
+from hetjax.fleet.distributed import initialise, leave
 
 class Lazy:
     def __init__(self, tree):

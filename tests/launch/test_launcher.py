@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from launching import BEAT, until
 
-from hetjax.launch.variables import PROGRAMS
+from hetjax.environment import PROGRAMS
 
 WAIT = "open(f'ready-{me}', 'w').close(); time.sleep(100)"
 

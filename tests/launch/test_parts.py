@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launching import until
 
-from hetjax.launch import meeting_point
+from hetjax.fleet import rendezvous as meeting_point
+from hetjax.fleet.rendezvous import address_to_bind, is_loopback, own_address_towards, split_address
 from hetjax.launch.accelerators import gpus_here, shares_of_gpus
 from hetjax.launch.heartbeat import Beat, Listener, from_environment
-from hetjax.launch.meeting_point import address_to_bind, is_loopback, own_address_towards, split_address
 from hetjax.launch.pinning import cores_for
 from hetjax.launch.pulse import Pulse
 

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetjax.plan.allocation import solve, solve_affine, solve_tables
-from hetjax.plan.limits import Limits
+from hetjax.planning.allocation import solve, solve_affine, solve_tables
+from hetjax.planning.limits import Limits
 
 
 def worker_times(startup_W, per_work_W, limits, counts_W):

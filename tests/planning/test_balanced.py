@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetjax.plan.allocation import solve, within_reach
-from hetjax.plan.controllers import Balanced, Observation, make
-from hetjax.plan.limits import Limits
-from hetjax.plan.rounding import allowed
-from hetjax.plan.virtual_time import Trace, best_times, simulate
+from hetjax.planning.allocation import solve, within_reach
+from hetjax.planning.controllers import Balanced, Observation, make
+from hetjax.planning.limits import Limits
+from hetjax.planning.rounding import allowed
+from hetjax.planning.simulator import Trace, best_times, simulate
 
 
 def constant(rates, *, steps, noise=0.05, batch=512, share=0.05):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import hetjax.plan
+import hetjax.planning
 
-ROOT = Path(hetjax.plan.__file__).parent
+ROOT = Path(hetjax.planning.__file__).parent
 FILES = [ROOT / f"{stem}.py" for stem in ("allocation", "cost_model", "grid", "limits", "logarithm", "rounding")]
 FILES += sorted((ROOT / "controllers").glob("*.py"))
 # The last bit of these depends on the processor, or on the library behind it.

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetjax.plan.staircase import Staircase, geometric_rungs
+from hetjax.planning.ladder_costs import Staircase, geometric_rungs
 
 
 def brute_force(rungs, prices, joint, count):

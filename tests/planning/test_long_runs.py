@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hetjax.plan.controllers import Balanced
-from hetjax.plan.limits import Limits
-from hetjax.plan.virtual_time import Trace, simulate
+from hetjax.planning.controllers import Balanced
+from hetjax.planning.limits import Limits
+from hetjax.planning.simulator import Trace, simulate
 
 WORKERS, BATCH, STARTUP, PER_SAMPLE = 3, 20, 40e-3, 0.1e-3  # seconds: an idle worker costs the others next to nothing
 SLOW = 40.0

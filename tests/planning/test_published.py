@@ -7,10 +7,10 @@ import json
 import numpy as np
 import pytest
 
-from hetjax.plan.controllers import Observation, make
-from hetjax.plan.controllers.dbs import round_half_up
-from hetjax.plan.limits import Limits
-from hetjax.plan.rounding import largest_remainder
+from hetjax.planning.controllers import Observation, make
+from hetjax.planning.controllers.dbs import round_half_up
+from hetjax.planning.limits import Limits
+from hetjax.planning.rounding import largest_remainder
 
 
 def observe(controller, counts, times, step=0, epoch=0):

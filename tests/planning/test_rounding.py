@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetjax.plan.limits import Limits
-from hetjax.plan.rounding import allowed, largest_remainder
+from hetjax.planning.limits import Limits
+from hetjax.planning.rounding import allowed, largest_remainder
 
 
 def test_golden_case_of_dbs():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hetjax.plan.controllers import make
-from hetjax.plan.limits import Limits
-from hetjax.plan.virtual_time import Trace, best_times, simulate
+from hetjax.planning.controllers import make
+from hetjax.planning.limits import Limits
+from hetjax.planning.simulator import Trace, best_times, simulate
 
 
 def two_workers(steps=8, noise=0.0, spike_TxW=None):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from hetjax.run import sum_parts as module
-from hetjax.run.workers import AXIS, Workers
+from hetjax.devices.workers import AXIS, Workers
+from hetjax.reduce import sum_parts as module
 
 
 @pytest.mark.parametrize("count", [2, 3, 8])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hetjax.watch import JsonlTracker, write_json
+from hetjax.report import JsonlTracker, write_json
 
 
 def write_fake_run(

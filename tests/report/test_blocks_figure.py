@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from hetjax.plan.blocks import random_blocks
-from hetjax.watch.blocks_figure import View, blocks_figure, draw_blocks
-from hetjax.watch.colours import worker_colour
-from hetjax.watch.drawing import style
+from hetjax.report.blocks import View, blocks_figure, draw_blocks
+from hetjax.report.colors import worker_colour
+from hetjax.report.drawing import style
+from hetjax.sampling.blocks import random_blocks
 
 
 def views(size):

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from hetjax.watch import Display
+from hetjax.report import Display
 
 
 def row(workers=4, **changes):

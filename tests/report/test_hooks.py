@@ -7,7 +7,7 @@ import optax
 from rich.console import Console
 
 import hetjax
-from hetjax.watch import Follow, Progress
+from hetjax.report import Follow, Progress
 
 
 class Notes:

@@ -10,12 +10,12 @@ from fake_run import write_fake_run
 from matplotlib.colors import to_rgb
 from matplotlib.text import Text
 
-from hetjax.watch import report
-from hetjax.watch.colours import worker_colour
-from hetjax.watch.drawing import running_median, thinned
-from hetjax.watch.figure import draw_run
-from hetjax.watch.run_folder import find_runs, read_run
-from hetjax.watch.strip import strip_steps
+from hetjax.report import report
+from hetjax.report.colors import worker_colour
+from hetjax.report.drawing import running_median, thinned
+from hetjax.report.figure import draw_run
+from hetjax.report.run_folder import find_runs, read_run
+from hetjax.report.strip import strip_steps
 
 
 @pytest.fixture(scope="module")

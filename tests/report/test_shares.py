@@ -6,10 +6,10 @@ from fake_run import write_fake_async_run, write_fake_run
 from matplotlib.figure import Figure
 from test_display import console, picture, row
 
-from hetjax.watch import Display, report
-from hetjax.watch.figure import run_figure
-from hetjax.watch.run_folder import read_run
-from hetjax.watch.shares import staleness_panel, updates_panel, utilisation_panel
+from hetjax.report import Display, report
+from hetjax.report.figure import run_figure
+from hetjax.report.run_folder import read_run
+from hetjax.report.shares import staleness_panel, updates_panel, utilisation_panel
 
 
 def test_a_run_is_known_by_its_updates(tmp_path):

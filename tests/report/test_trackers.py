@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hetjax.watch import Composite, JsonlTracker, TensorBoardTracker
-from hetjax.watch.tracker import plain, scalars
-from hetjax.watch.wandb import WandbTracker
+from hetjax.report import Composite, JsonlTracker, TensorBoardTracker
+from hetjax.report.trackers import plain, scalars
+from hetjax.report.wandb import WandbTracker
 
 ROW = {
     "epoch": 0,

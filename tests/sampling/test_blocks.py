@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetjax.plan.blocks import Blocks, class_balanced_blocks, quotas, random_blocks
+from hetjax.sampling.blocks import Blocks, class_balanced_blocks, quotas, random_blocks
 
 
 def test_quotas_by_hand():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hetjax.plan.submodular.clusters import k_means, split_large
-from hetjax.plan.submodular.features import flat_features, moments, principal_components
+from hetjax.sampling.submodular.clusters import k_means, split_large
+from hetjax.sampling.submodular.features import flat_features, moments, principal_components
 
 
 def test_principal_components_are_those_of_the_svd():

@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from hetjax.plan.between_nodes import BetweenNodes
-from hetjax.plan.controllers.protocol import Plan
-from hetjax.plan.node_sampler import NodeSampler
-from hetjax.plan.sampler import Sampler
+from hetjax.planning.controllers.base import Plan
+from hetjax.sampling.between_nodes import BetweenNodes
+from hetjax.sampling.nodes import NodeSampler
+from hetjax.sampling.order import Sampler
 
 
 def all_nodes(nodes, rule, size=103, batch=16, quantum=1, blocking=lambda epoch: epoch == 0, rates=None):

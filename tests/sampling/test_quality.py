@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hetjax.plan.blocks import Blocks, class_balanced_blocks, random_blocks
-from hetjax.plan.quality import quality
-from hetjax.plan.submodular import submodular_blocks
-from hetjax.plan.submodular.kernel import gaussian_kernel
+from hetjax.sampling.blocks import Blocks, class_balanced_blocks, random_blocks
+from hetjax.sampling.quality import quality
+from hetjax.sampling.submodular import submodular_blocks
+from hetjax.sampling.submodular.kernel import gaussian_kernel
 
 
 def test_distances_by_hand():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetjax.plan.ranges import Range, RangePool
+from hetjax.sampling.ranges import Range, RangePool
 
 
 def span(pool, taken):

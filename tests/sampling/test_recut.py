@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetjax.plan.blocks import class_balanced_blocks, numbered, quotas, random_blocks
-from hetjax.plan.quality import quality
-from hetjax.plan.submodular import recut, submodular_blocks
-from hetjax.plan.submodular.kernel import gaussian_kernel
-from hetjax.plan.submodular.objectives import value
+from hetjax.sampling.blocks import class_balanced_blocks, numbered, quotas, random_blocks
+from hetjax.sampling.quality import quality
+from hetjax.sampling.submodular import recut, submodular_blocks
+from hetjax.sampling.submodular.kernel import gaussian_kernel
+from hetjax.sampling.submodular.objectives import value
 
 RATES = st.lists(st.integers(0, 6), min_size=1, max_size=4).filter(any)
 

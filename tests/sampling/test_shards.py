@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetjax.plan.controllers import Observation, make
-from hetjax.plan.controllers.protocol import Plan
-from hetjax.plan.limits import Limits
-from hetjax.plan.partition import BlockSampler, ProportionalSampler, proportional_shards
-from hetjax.plan.sampler import Sampler
+from hetjax.planning.controllers import Observation, make
+from hetjax.planning.controllers.base import Plan
+from hetjax.planning.limits import Limits
+from hetjax.sampling.order import Sampler
+from hetjax.sampling.shards import BlockSampler, ProportionalSampler, proportional_shards
 
 
 @given(

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetjax.plan.blocks import quotas
-from hetjax.plan.submodular import OBJECTIVES, submodular_blocks
-from hetjax.plan.submodular.greedy import TURNS, fill_blocks
-from hetjax.plan.submodular.kernel import GRID, gaussian_kernel, median_bandwidth
-from hetjax.plan.submodular.objectives import value
-from hetjax.plan.submodular.parts import part_quotas, parts_per_worker
+from hetjax.sampling.blocks import quotas
+from hetjax.sampling.submodular import OBJECTIVES, submodular_blocks
+from hetjax.sampling.submodular.greedy import TURNS, fill_blocks
+from hetjax.sampling.submodular.kernel import GRID, gaussian_kernel, median_bandwidth
+from hetjax.sampling.submodular.objectives import value
+from hetjax.sampling.submodular.parts import part_quotas, parts_per_worker
 
 
 def f(objective, sim, block):

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from hetjax.run import simulate
-from hetjax.run.simulate import Simulation, constant
+from hetjax.simulation import speeds as simulate
+from hetjax.simulation.speeds import Simulation, constant
 
 
 class FakeTime:

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from hetjax.run.trace_file import read_trace
+from hetjax.simulation.traces import read_trace
 
 
 def written(folder, content):

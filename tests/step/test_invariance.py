@@ -15,17 +15,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from problems import RandomPlans, distance, part_of_data, problem, reference_run
 
+from hetjax.adapters.contract import Objective
 from hetjax.data.rows import Rows
-from hetjax.plan.sampler import Span
-from hetjax.run import layout as layouts
-from hetjax.run.clocks import Clocks
-from hetjax.run.contract import Objective
-from hetjax.run.engines import Chunked, Looped, Masked, Program, Site
-from hetjax.run.layout import Layout
-from hetjax.run.local import layout_of, train_sums
-from hetjax.run.reduce import make_reduce, own_slots
-from hetjax.run.update import Update
-from hetjax.run.workers import Workers
+from hetjax.devices.workers import Workers
+from hetjax.engines import Chunked, Looped, Masked, Program, Site
+from hetjax.engines.clocks import Clocks
+from hetjax.engines.local import layout_of, train_sums
+from hetjax.reduce import layout as layouts
+from hetjax.reduce.layout import Layout
+from hetjax.reduce.transports import make_reduce, own_slots
+from hetjax.reduce.update import Update
+from hetjax.sampling.order import Span
 from hetjax.trainer import Trainer
 
 BATCH = 24

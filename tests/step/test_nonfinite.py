@@ -9,8 +9,8 @@ import optax
 import pytest
 
 from hetjax import Chunked, NonFiniteError, Trainer
-from hetjax.plan.sampler import Sampler
-from hetjax.run.finite import all_finite
+from hetjax.reduce.finite import all_finite
+from hetjax.sampling.order import Sampler
 from hetjax.sync import AdaptiveSgd, Asynchronous, Daso, Decentralised, Hogbatch
 
 SAMPLES, BATCH = 48, 16  # three steps an epoch

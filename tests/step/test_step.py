@@ -8,9 +8,9 @@ import pytest
 from problems import RandomPlans, distance, problem
 
 from hetjax import Chunked, LiveState, NonFiniteError, Simulation, State, Step, Trainer
-from hetjax import batches as host_batches
-from hetjax.plan.sampler import Sampler
-from hetjax.run.simulate import constant
+from hetjax.data import batches as host_batches
+from hetjax.sampling.order import Sampler
+from hetjax.simulation.speeds import constant
 
 BATCH = 24
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from hetjax.plan.controllers.protocol import Plan
-from hetjax.plan.sampler import PlannedStep
+from hetjax.planning.controllers.base import Plan
+from hetjax.sampling.order import PlannedStep
 
 
 class Holder:

@@ -13,11 +13,11 @@ import numpy as np
 import optax
 from flax import nnx
 
-from hetjax import models
-from hetjax.plan.controllers.protocol import Plan
-from hetjax.plan.sampler import Sampler
-from hetjax.run.contract import Example
-from hetjax.run.from_flax import from_nnx
+from hetjax import zoo as models
+from hetjax.adapters.contract import Example
+from hetjax.adapters.flax_models import from_nnx
+from hetjax.planning.controllers.base import Plan
+from hetjax.sampling.order import Sampler
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from hetjax.run.contract import Example
+from hetjax.adapters.contract import Example
 
 _BITS = 20
 _PREFIX = "samples_"

@@ -29,7 +29,7 @@ def blocks():
     import jax
 
     from hetjax import make_blocks
-    from hetjax.source_blocks import shared_blocks
+    from hetjax.data.source_blocks import shared_blocks
 
     def cut():
         assert jax.process_index() == 0
@@ -81,7 +81,7 @@ def results(folder):
 def main():
     import jax
 
-    from hetjax.run.distributed import initialise, leave
+    from hetjax.fleet.distributed import initialise, leave
 
     jax.config.update("jax_num_cpu_devices", WORKERS // 2)
     place = initialise(wait_limit=60, heartbeat_limit=20)

@@ -11,17 +11,17 @@ from holder import Holder
 from problems import RandomPlans, problem
 
 from hetjax import Chunked, NonFiniteError, Trainer
-from hetjax.plan.controllers.protocol import Plan
-from hetjax.plan.matcha import matcha
-from hetjax.plan.mixing import complete, ring
-from hetjax.plan.sampler import Sampler, Span
-from hetjax.run.clocks import Lap
-from hetjax.run.layout import Layout, Sums
-from hetjax.run.reduce import own_slots
-from hetjax.run.update import State
-from hetjax.run.workers import Workers
+from hetjax.devices.workers import Workers
+from hetjax.engines.clocks import Lap
+from hetjax.planning.controllers.base import Plan
+from hetjax.reduce.layout import Layout, Sums
+from hetjax.reduce.transports import own_slots
+from hetjax.reduce.update import State
+from hetjax.sampling.order import Sampler, Span
 from hetjax.sync import AllReduce, Decentralised
-from hetjax.sync.protocol import Rule, Setting
+from hetjax.sync.base import Rule, Setting
+from hetjax.sync.matcha import matcha
+from hetjax.sync.topology import complete, ring
 
 SAMPLES, BATCH, SIZE = 60, 20, 3
 

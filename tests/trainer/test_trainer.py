@@ -10,10 +10,10 @@ import pytest
 from problems import RandomPlans, distance, keys_for, problem
 
 from hetjax import Chunked, Looped, Masked, NonFiniteError, Simulation, Trainer
-from hetjax.plan.controllers.protocol import Plan
-from hetjax.plan.sampler import Sampler
-from hetjax.run import memory
-from hetjax.run.simulate import constant
+from hetjax.devices import memory
+from hetjax.planning.controllers.base import Plan
+from hetjax.sampling.order import Sampler
+from hetjax.simulation.speeds import constant
 
 BATCH = 24
 
@@ -61,7 +61,7 @@ def test_a_hundred_random_plans_compile_nothing(engine):
 
 
 def test_the_counter_of_compiles_counts():
-    from hetjax.run.compiles import compiles
+    from hetjax.devices.compiles import compiles
 
     before = compiles()
     jax.jit(lambda x: x * 3 + 7)(np.ones(13))

@@ -7,8 +7,8 @@ import optax
 import pytest
 
 from hetjax import Chunked, Trainer, make_blocks
-from hetjax.plan.blocks import Blocks
-from hetjax.plan.partition import BlockSampler
+from hetjax.sampling.blocks import Blocks
+from hetjax.sampling.shards import BlockSampler
 
 RNG = np.random.default_rng(0)
 DATA = {"x": RNG.normal(size=(80, 5)).astype(np.float32), "y": RNG.normal(size=80).astype(np.float32)}

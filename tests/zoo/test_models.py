@@ -10,9 +10,9 @@ import pytest
 from flax import nnx
 
 from hetjax.data import Description, fetch, load
-from hetjax.models import Transformer, classification, make, next_token
-from hetjax.models.pool import max_pool
-from hetjax.models.transformer import causal_attention
+from hetjax.zoo import Transformer, classification, make, next_token
+from hetjax.zoo.pool import max_pool
+from hetjax.zoo.transformer import causal_attention
 
 IMAGES = Description("images", (8, 8, 1), classes=10)
 WORDS = Description("words", (16,), vocab=32)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from hetjax.plan.controllers.balanced import Balanced
-from hetjax.plan.controllers.dbs import Dbs
-from hetjax.plan.controllers.dp import Dp
-from hetjax.plan.controllers.edp import Edp
-from hetjax.plan.controllers.equal import Equal
-from hetjax.plan.controllers.fixed import Fixed
-from hetjax.plan.controllers.lbb import Lbb
-from hetjax.plan.controllers.lbbsp import Lbbsp
-from hetjax.plan.controllers.oracle import Oracle
-from hetjax.plan.controllers.proportional import Proportional
-from hetjax.plan.controllers.protocol import Controller, Observation, Plan
-from hetjax.plan.controllers.static import Static
+from hetjax.planning.controllers.balanced import Balanced
+from hetjax.planning.controllers.base import Controller, Observation, Plan
+from hetjax.planning.controllers.baselines import Equal
+from hetjax.planning.controllers.dbs import Dbs
+from hetjax.planning.controllers.edp import Edp
+from hetjax.planning.controllers.fixed import Fixed
+from hetjax.planning.controllers.lbb import Lbb
+from hetjax.planning.controllers.lbbsp import Lbbsp
+from hetjax.planning.controllers.oracle import Oracle
+from hetjax.planning.controllers.proportional import Proportional
+from hetjax.planning.controllers.published import Dp
+from hetjax.planning.controllers.static import Static
 
 REGISTRY: dict[str, type] = {
     law.name: law for law in (Balanced, Dbs, Dp, Edp, Equal, Fixed, Lbb, Lbbsp, Oracle, Proportional, Static)

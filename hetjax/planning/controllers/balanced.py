@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from hetjax.plan.allocation import solve, within_reach
-from hetjax.plan.controllers.frame import Frame
-from hetjax.plan.controllers.protocol import Observation, Plan
-from hetjax.plan.cost_model import CostModel
-from hetjax.plan.limits import Limits
-from hetjax.plan.logarithm import ln
-from hetjax.plan.rounding import allowed
+from hetjax.planning.allocation import solve, within_reach
+from hetjax.planning.controllers.base import Observation, Plan
+from hetjax.planning.controllers.frame import Frame
+from hetjax.planning.cost_model import CostModel
+from hetjax.planning.limits import Limits
+from hetjax.planning.logarithm import ln
+from hetjax.planning.rounding import allowed
 
 _LOOKS = (8, 24, 72)  # steps after which counts are looked at again
 _DEAREST = 1000.0  # the most that a trial counts, in steps

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from hetjax.plan.limits import Limits
+from hetjax.planning.limits import Limits
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from hetjax.plan.controllers.frame import Frame
-from hetjax.plan.limits import Limits
+from hetjax.planning.controllers.frame import Frame
+from hetjax.planning.limits import Limits
 
 
 class Equal(Frame):

@@ -7,9 +7,9 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from hetjax.arguments import whole
-from hetjax.plan.controllers.frame import Frame
-from hetjax.plan.controllers.protocol import Observation
-from hetjax.plan.limits import Limits
+from hetjax.planning.controllers.base import Observation
+from hetjax.planning.controllers.frame import Frame
+from hetjax.planning.limits import Limits
 
 Cadence = int | Literal["epoch"]
 

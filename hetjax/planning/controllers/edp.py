@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from hetjax.plan.controllers.dp import Dp
-from hetjax.plan.controllers.protocol import Plan
+from hetjax.planning.controllers.base import Plan
+from hetjax.planning.controllers.published import Dp
 
 
 class Edp(Dp):

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from hetjax.plan.controllers.frame import Frame
-from hetjax.plan.limits import Limits
-from hetjax.plan.rounding import largest_remainder
+from hetjax.planning.controllers.frame import Frame
+from hetjax.planning.limits import Limits
+from hetjax.planning.rounding import largest_remainder
 
 
 class Fixed(Frame):

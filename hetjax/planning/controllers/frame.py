@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from hetjax.plan.controllers.protocol import Observation, Plan
-from hetjax.plan.limits import Limits
-from hetjax.plan.rounding import allowed, largest_remainder
+from hetjax.planning.controllers.base import Observation, Plan
+from hetjax.planning.limits import Limits
+from hetjax.planning.rounding import allowed, largest_remainder
 
 
 class Frame:

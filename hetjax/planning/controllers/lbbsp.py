@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from hetjax.plan.controllers.cadence import Cadenced
-from hetjax.plan.limits import Limits
-from hetjax.plan.rounding import allowed
+from hetjax.planning.controllers.cadence import Cadenced
+from hetjax.planning.limits import Limits
+from hetjax.planning.rounding import allowed
 
 
 class Lbbsp(Cadenced):

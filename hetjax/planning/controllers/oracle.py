@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from hetjax.plan.allocation import solve
-from hetjax.plan.controllers.frame import Frame
-from hetjax.plan.controllers.protocol import Plan
-from hetjax.plan.limits import Limits
+from hetjax.planning.allocation import solve
+from hetjax.planning.controllers.base import Plan
+from hetjax.planning.controllers.frame import Frame
+from hetjax.planning.limits import Limits
 
 Costs = Callable[[int], tuple[np.ndarray, np.ndarray]]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from hetjax.plan.controllers.frame import Frame
-from hetjax.plan.controllers.protocol import Observation
-from hetjax.plan.limits import Limits
-from hetjax.plan.rounding import largest_remainder
+from hetjax.planning.controllers.base import Observation
+from hetjax.planning.controllers.frame import Frame
+from hetjax.planning.limits import Limits
+from hetjax.planning.rounding import largest_remainder
 
 
 class Static(Frame):

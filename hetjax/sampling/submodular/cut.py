@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from hetjax.plan.blocks import Blocks, checked_rates, numbered, quotas
-from hetjax.plan.submodular.clusters import split_large
-from hetjax.plan.submodular.features import flat_features
-from hetjax.plan.submodular.greedy import TURNS, Progress, fill_blocks
-from hetjax.plan.submodular.kernel import gaussian_kernel, median_bandwidth
-from hetjax.plan.submodular.objectives import OBJECTIVES
-from hetjax.plan.submodular.parts import part_quotas, parts_per_worker
+from hetjax.sampling.blocks import Blocks, checked_rates, numbered, quotas
+from hetjax.sampling.submodular.clusters import split_large
+from hetjax.sampling.submodular.features import flat_features
+from hetjax.sampling.submodular.greedy import TURNS, Progress, fill_blocks
+from hetjax.sampling.submodular.kernel import gaussian_kernel, median_bandwidth
+from hetjax.sampling.submodular.objectives import OBJECTIVES
+from hetjax.sampling.submodular.parts import part_quotas, parts_per_worker
 
 RULES = {**TURNS, "parts": "equal parts, several for a worker of a high rate (ours)"}
 

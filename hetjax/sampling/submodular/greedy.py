@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from hetjax.plan.submodular.objectives import Objective
+from hetjax.sampling.submodular.objectives import Objective
 
 # Who chooses next: the smallest of these.
 TURNS = {

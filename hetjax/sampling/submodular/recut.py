@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetjax.plan.blocks import Blocks, checked_rates, numbered, quotas
-from hetjax.plan.submodular.cut import chosen_rule, class_kernels, share_out
-from hetjax.plan.submodular.features import flat_features
-from hetjax.plan.submodular.greedy import Progress
-from hetjax.plan.submodular.objectives import total_value
+from hetjax.sampling.blocks import Blocks, checked_rates, numbered, quotas
+from hetjax.sampling.submodular.cut import chosen_rule, class_kernels, share_out
+from hetjax.sampling.submodular.features import flat_features
+from hetjax.sampling.submodular.greedy import Progress
+from hetjax.sampling.submodular.objectives import total_value
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from hetjax.run.compiles import expected
+from hetjax.devices.compiles import expected
 from hetjax.sync.daso.exchange import KINDS, Arrived, on_node, weight_type
 from hetjax.sync.daso.late import Attendance
 from hetjax.sync.daso.mean import NODE, Leaves, bytes_sent, gathered

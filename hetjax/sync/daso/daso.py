@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from hetjax.arguments import whole
-from hetjax.plan.between_nodes import RULES, BetweenNodes
-from hetjax.plan.daso_schedule import Schedule
-from hetjax.plan.node_sampler import NodeSampler
-from hetjax.plan.sampler import Sampler
-from hetjax.run.agree import gather
-from hetjax.run.reduce import Reduce
-from hetjax.run.update import State
-from hetjax.run.workers import Workers
+from hetjax.devices.workers import Workers
+from hetjax.fleet.agree import gather
+from hetjax.reduce.transports import Reduce
+from hetjax.reduce.update import State
+from hetjax.sampling.between_nodes import RULES, BetweenNodes
+from hetjax.sampling.nodes import NodeSampler
+from hetjax.sampling.order import Sampler
+from hetjax.sync.base import Setting, Sync
 from hetjax.sync.daso.across import AcrossProcesses
 from hetjax.sync.daso.blend import BLENDS
 from hetjax.sync.daso.exchange import Exchange, Stacked
@@ -30,7 +30,7 @@ from hetjax.sync.daso.node import Node
 from hetjax.sync.daso.notes import Notes, from_words
 from hetjax.sync.daso.places import Places, across_processes, in_one_process, own_devices
 from hetjax.sync.daso.reduce import Manner, Nodes
-from hetjax.sync.protocol import Setting, Sync
+from hetjax.sync.daso.schedule import Schedule
 from hetjax.sync.replicas import average
 
 log = logging.getLogger("hetjax")

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetjax.run.compiles import expected
+from hetjax.devices.compiles import expected
 from hetjax.sync.daso import mean
 from hetjax.sync.daso.mean import NODE, Leaves
 

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from hetjax.run.compile_once import compile_over
-from hetjax.run.compiles import expected
-from hetjax.run.layout import HOST_SLOTS, SLOTS, Layout, Parts, level_of_all, with_bad_update
-from hetjax.run.update import Update
-from hetjax.run.workers import AXIS, Workers
+from hetjax.devices.compile import compile_over
+from hetjax.devices.compiles import expected
+from hetjax.devices.workers import AXIS, Workers
+from hetjax.reduce.layout import HOST_SLOTS, SLOTS, Layout, Parts, level_of_all, with_bad_update
+from hetjax.reduce.update import Update
 from hetjax.sync.daso.blend import Terms
 from hetjax.sync.daso.mean import Leaves
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from hetjax.run.agree import gather
-from hetjax.run.workers import Workers
+from hetjax.devices.workers import Workers
+from hetjax.fleet.agree import gather
 
 
 @dataclass(frozen=True)

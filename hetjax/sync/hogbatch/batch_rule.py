@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hetjax.plan.batch_bounds import BatchBounds
+from hetjax.sync.hogbatch.rules import BatchBounds
 
 ALPHA = 2.0
 DEAD_ZONE = 4

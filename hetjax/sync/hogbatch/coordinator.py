@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from hetjax.plan.ranges import RangePool
-from hetjax.run.clocks import Lap
-from hetjax.run.update import State
+from hetjax.engines.clocks import Lap
+from hetjax.reduce.update import State
+from hetjax.sampling.ranges import RangePool
 from hetjax.sync.hogbatch.method import Method, Unreachable
 from hetjax.sync.hogbatch.rate import Rate
 from hetjax.sync.hogbatch.task import Back, Finished, Lost, Moment, News, Task, Update

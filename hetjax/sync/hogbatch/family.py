@@ -16,30 +16,30 @@ import jax
 import numpy as np
 
 from hetjax.arguments import whole
+from hetjax.devices.workers import Workers
+from hetjax.engines.base import Replicas
+from hetjax.engines.clocks import no_hold
+from hetjax.engines.specs import Chunked, EngineSpec, per_worker
 from hetjax.history import History
-from hetjax.plan.batch_bounds import BatchBounds
-from hetjax.plan.batch_rule import ALPHA, DEAD_ZONE, adapted_batch
-from hetjax.plan.merge_rule import CALMER, MOMENTUM
-from hetjax.plan.ranges import RangePool
-from hetjax.plan.rate_scale import CAP
-from hetjax.run.clocks import no_hold
-from hetjax.run.engines.protocol import Replicas
-from hetjax.run.engines.specs import Chunked, EngineSpec, per_worker
-from hetjax.run.layout import Layout
-from hetjax.run.simulate import Simulation
-from hetjax.run.update import State
-from hetjax.run.workers import Workers
+from hetjax.reduce.layout import Layout
+from hetjax.reduce.update import State
+from hetjax.sampling.ranges import RangePool
+from hetjax.simulation.speeds import Simulation
+from hetjax.sync.base import Sync
+from hetjax.sync.hogbatch.batch_rule import ALPHA, DEAD_ZONE, adapted_batch
 from hetjax.sync.hogbatch.immediate import Adapt, Immediate
+from hetjax.sync.hogbatch.merge_rule import CALMER, MOMENTUM
 from hetjax.sync.hogbatch.merged import Merged
 from hetjax.sync.hogbatch.method import Method
 from hetjax.sync.hogbatch.rate import Rate
+from hetjax.sync.hogbatch.rate_scale import CAP
+from hetjax.sync.hogbatch.rules import BatchBounds
 from hetjax.sync.hogbatch.shared_model import SharedModel, home_device
 from hetjax.sync.hogbatch.task import Moment, Update
 from hetjax.sync.hogbatch.threads import Pause
 from hetjax.sync.hogbatch.training import Training
 from hetjax.sync.hogbatch.virtual import Schedule
 from hetjax.sync.job import Job
-from hetjax.sync.protocol import Sync
 from hetjax.sync.replicas import average
 
 Whole = int | Sequence[int] | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hetjax.plan.batch_bounds import BatchBounds
+from hetjax.sync.hogbatch.rules import BatchBounds
 
 MOMENTUM = 0.9  # w = merged + momentum (w - w_prev), as published
 CALMER = 0.5  # with Adam 0.9 swings out: digits after 24 epochs .52-.82 right, with 0.5 .95-.96, as on one device

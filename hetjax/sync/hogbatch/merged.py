@@ -12,18 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from hetjax.plan.batch_bounds import BatchBounds
-from hetjax.plan.merge_rule import MOMENTUM, merge_weights, moved_batches
-from hetjax.plan.ranges import Range
-from hetjax.run.clocks import Lap
-from hetjax.run.compile_once import compile_for
-from hetjax.run.compiles import expected
-from hetjax.run.layout import Layout
-from hetjax.run.update import Core
+from hetjax.devices.compile import compile_for
+from hetjax.devices.compiles import expected
+from hetjax.engines.clocks import Lap
+from hetjax.reduce.layout import Layout
+from hetjax.reduce.update import Core
+from hetjax.sampling.ranges import Range
+from hetjax.sync.base import Rule
+from hetjax.sync.hogbatch.merge_rule import MOMENTUM, merge_weights, moved_batches
 from hetjax.sync.hogbatch.method import Outcome, Unreachable
+from hetjax.sync.hogbatch.rules import BatchBounds
 from hetjax.sync.hogbatch.shared_model import compile_updates, run_update
 from hetjax.sync.hogbatch.task import Task
-from hetjax.sync.protocol import Rule
 
 Tree = Any
 

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from hetjax.plan.ranges import Range
-from hetjax.run.clocks import Lap
-from hetjax.run.update import Core
+from hetjax.engines.clocks import Lap
+from hetjax.reduce.update import Core
+from hetjax.sampling.ranges import Range
 from hetjax.sync.hogbatch.task import Task
 
 

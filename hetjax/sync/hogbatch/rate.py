@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hetjax.plan.ranges import Range
-from hetjax.plan.rate_scale import CAP, rate_scale
+from hetjax.sampling.ranges import Range
+from hetjax.sync.hogbatch.rate_scale import CAP, rate_scale
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from hetjax.run.compiles import expected
+from hetjax.devices.compiles import expected
 
 Tree = Any
 

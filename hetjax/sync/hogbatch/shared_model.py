@@ -15,14 +15,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from hetjax.run.compile_once import compile_for
-from hetjax.run.compiles import expected
-from hetjax.run.layout import HOST_SLOTS, Layout, Parts
-from hetjax.run.reduce import apply_where_finite
-from hetjax.run.update import Core
-from hetjax.run.workers import device_kind
+from hetjax.devices.compile import compile_for
+from hetjax.devices.compiles import expected
+from hetjax.devices.workers import device_kind
+from hetjax.reduce.layout import HOST_SLOTS, Layout, Parts
+from hetjax.reduce.transports import apply_where_finite
+from hetjax.reduce.update import Core
+from hetjax.sync.base import Rule
 from hetjax.sync.hogbatch.scaling import follows_scale, scaled
-from hetjax.sync.protocol import Rule
 
 _SLOTS = np.zeros(HOST_SLOTS, np.float32)  # times and plans do not travel with the sums here
 

@@ -14,7 +14,7 @@ import numpy as np
 from hetjax.data.feed import Order, fetch_positions
 from hetjax.data.rows import Rows
 from hetjax.data.source import Batch, Source
-from hetjax.plan.ranges import Range
+from hetjax.sampling.ranges import Range
 
 log = logging.getLogger("hetjax")
 _AHEAD = 2  # blocks

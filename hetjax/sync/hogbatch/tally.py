@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hetjax.history import Record
-from hetjax.run.layout import Layout, Report
+from hetjax.reduce.layout import Layout, Report
 from hetjax.sync.hogbatch.task import Finished, Update
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from hetjax.plan.ranges import Range
-from hetjax.run.update import State
+from hetjax.reduce.update import State
+from hetjax.sampling.ranges import Range
 
 
 @dataclass(eq=False)

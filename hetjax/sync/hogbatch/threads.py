@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 
-from hetjax.run.clocks import Hold, Lap, no_hold
+from hetjax.engines.clocks import Hold, Lap, no_hold
 from hetjax.sync.hogbatch.coordinator import Coordinator
 from hetjax.sync.hogbatch.task import Finished, News, Task
 

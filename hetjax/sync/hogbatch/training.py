@@ -11,13 +11,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from hetjax.engines.chunked import ChunkedEngine
+from hetjax.engines.clocks import Lap
+from hetjax.engines.session import Session
 from hetjax.history import History, Record
-from hetjax.plan.ranges import RangePool
 from hetjax.recorder import Recorder
-from hetjax.run.clocks import Lap
-from hetjax.run.engines.chunked import ChunkedEngine
-from hetjax.run.session import Session
-from hetjax.run.update import State
+from hetjax.reduce.update import State
+from hetjax.sampling.ranges import RangePool
 from hetjax.sync.hogbatch.coordinator import Coordinator
 from hetjax.sync.hogbatch.method import Method
 from hetjax.sync.hogbatch.rate import Rate

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 
-from hetjax.run.clocks import Lap
-from hetjax.run.simulate import Simulation, constant
+from hetjax.engines.clocks import Lap
+from hetjax.simulation.speeds import Simulation, constant
 from hetjax.sync.hogbatch.coordinator import Coordinator
 from hetjax.sync.hogbatch.task import News, Task
 

@@ -9,15 +9,15 @@ import optax
 from holder import Holder
 
 from hetjax import Chunked, Trainer
-from hetjax.plan.controllers.protocol import Plan
-from hetjax.plan.sampler import Sampler, Span
-from hetjax.run.clocks import Lap
-from hetjax.run.layout import Layout, Sums
-from hetjax.run.reduce import own_slots
-from hetjax.run.update import State
-from hetjax.run.workers import Workers
+from hetjax.devices.workers import Workers
+from hetjax.engines.clocks import Lap
+from hetjax.planning.controllers.base import Plan
+from hetjax.reduce.layout import Layout, Sums
+from hetjax.reduce.transports import own_slots
+from hetjax.reduce.update import State
+from hetjax.sampling.order import Sampler, Span
+from hetjax.sync.base import Rule, Setting
 from hetjax.sync.daso import Daso
-from hetjax.sync.protocol import Rule, Setting
 
 SAMPLES, BATCH = 44, 8  # five steps of eight and one of four
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[3] / "experiments")]
 
-from daso_node import data, init_mlp, loss_fn, place  # noqa: E402, I001  which joins the others before JAX starts
+from benches.daso_node import data, init_mlp, loss_fn, place  # noqa: E402, I001  which joins the others before JAX starts
 
 import optax  # noqa: E402
 
 from hetjax import Chunked, Trainer  # noqa: E402
-from hetjax.devices import devices_of_all  # noqa: E402
-from hetjax.run.distributed import leave  # noqa: E402
+from hetjax.devices.fake import devices_of_all  # noqa: E402
+from hetjax.fleet.distributed import leave  # noqa: E402
 from hetjax.sync.daso import Daso  # noqa: E402
 
 

@@ -6,9 +6,9 @@ import sys
 import time
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "run")]
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "support")]
 
-from hetjax.run.distributed import initialise, leave  # noqa: E402
+from hetjax.fleet.distributed import initialise, leave  # noqa: E402
 
 place = initialise(start_limit=60, wait_limit=60)
 
@@ -19,8 +19,8 @@ from daso_setups import BATCH, SAMPLES, flat, tanh_net  # noqa: E402
 from sample_log import numbered, telling  # noqa: E402
 
 from hetjax import Chunked, Simulation, Trainer, checkpoint  # noqa: E402
-from hetjax.run.agree import Disagreement  # noqa: E402
-from hetjax.run.simulate import constant  # noqa: E402
+from hetjax.fleet.agree import Disagreement  # noqa: E402
+from hetjax.simulation.speeds import constant  # noqa: E402
 from hetjax.sync.daso import Daso  # noqa: E402
 
 OPTIONS = {"warm_up": 1, "cool_down": 1, "stability": 0.9, "max_skip": 4, "wire": "full", "wait": "paper"}

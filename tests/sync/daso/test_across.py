@@ -16,7 +16,7 @@ from daso_setups import BATCH, SAMPLES, Fixed, flat, tanh_net
 from sample_log import check_samples, samples_of
 
 from hetjax import Chunked, Trainer
-from hetjax.launch.meeting_point import free_port
+from hetjax.fleet.rendezvous import free_port
 from hetjax.sync.daso import Daso
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("across")]  # one set of runs serves all

@@ -13,7 +13,7 @@ from daso_setups import BATCH, SAMPLES, Driven, Fixed, flat, node_parts, per_nod
 from problems import distance
 
 from hetjax import Chunked, Trainer
-from hetjax.run.workers import Workers
+from hetjax.devices.workers import Workers
 from hetjax.sync.allreduce import AllReduce
 from hetjax.sync.daso import Daso
 from hetjax.sync.daso.blend import terms

@@ -5,7 +5,7 @@ from pathlib import Path
 import bench_daso
 import numpy as np
 import pytest
-from daso_links import Links, LinksRefused
+from benches.links import Links, LinksRefused
 
 pytestmark = pytest.mark.slow
 

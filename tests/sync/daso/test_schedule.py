@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from hetjax.plan.daso_schedule import Act, Plateau, Schedule
+from hetjax.sync.daso.schedule import Act, Plateau, Schedule
 
 
 def letters(act: Act) -> str:

@@ -7,8 +7,8 @@ import numpy as np
 import optax
 
 from hetjax import Chunked, Trainer
-from hetjax.plan.merge_rule import merge_weights
-from hetjax.plan.sampler import Sampler
+from hetjax.sampling.order import Sampler
+from hetjax.sync.hogbatch.merge_rule import merge_weights
 
 RATE = 0.1
 

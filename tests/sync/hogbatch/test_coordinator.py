@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from async_problem import Versions
 
-from hetjax.plan.ranges import RangePool
-from hetjax.run.clocks import Lap
+from hetjax.engines.clocks import Lap
+from hetjax.sampling.ranges import RangePool
 from hetjax.sync.hogbatch.coordinator import Coordinator
 from hetjax.sync.hogbatch.immediate import Immediate
 from hetjax.sync.hogbatch.rate import Rate

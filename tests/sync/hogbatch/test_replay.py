@@ -24,13 +24,13 @@ from hypothesis import strategies as st
 from problems import distance, problem, reference_run
 
 from hetjax import Chunked, Simulation, Trainer
-from hetjax.plan.merge_rule import moved_batches
-from hetjax.plan.ranges import Range
+from hetjax.sampling.ranges import Range
 from hetjax.sync import AdaptiveHogbatch, AdaptiveSgd, Hogbatch
 from hetjax.sync.hogbatch import Schedule
 from hetjax.sync.hogbatch.immediate import Immediate
+from hetjax.sync.hogbatch.merge_rule import moved_batches
 from hetjax.sync.hogbatch.task import Task
-from hetjax.task import make_task
+from hetjax.zoo.tasks import make_task
 
 UNEQUAL = Schedule(seed=3, speeds=(1.0, 4.0, 2.0))
 FAMILY = [Hogbatch, AdaptiveHogbatch, AdaptiveSgd]

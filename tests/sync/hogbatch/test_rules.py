@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from hetjax.plan.batch_bounds import BatchBounds
-from hetjax.plan.batch_rule import adapted_batch
-from hetjax.plan.merge_rule import merge_weights, moved_batches
-from hetjax.plan.rate_scale import rate_scale
+from hetjax.sync.hogbatch.batch_rule import adapted_batch
+from hetjax.sync.hogbatch.merge_rule import merge_weights, moved_batches
+from hetjax.sync.hogbatch.rate_scale import rate_scale
+from hetjax.sync.hogbatch.rules import BatchBounds
 
 BOUNDS = BatchBounds(np.array([8, 16]), np.array([64, 256]))
 

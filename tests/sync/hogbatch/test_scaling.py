@@ -6,10 +6,10 @@ import numpy as np
 import optax
 import pytest
 
-from hetjax.run.layout import Layout, Sums
+from hetjax.reduce.layout import Layout, Sums
+from hetjax.sync.base import Rule
 from hetjax.sync.hogbatch.scaling import follows_scale, scaled
 from hetjax.sync.hogbatch.shared_model import SharedModel
-from hetjax.sync.protocol import Rule
 
 REFERENCE, RATE, MOMENTUM = 256, 0.5, 0.9
 BATCHES = [16, 256, 16, 256, 64, 1024]

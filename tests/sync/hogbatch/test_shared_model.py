@@ -8,9 +8,9 @@ import numpy as np
 import optax
 import pytest
 
-from hetjax.run.layout import Layout, Sums
+from hetjax.reduce.layout import Layout, Sums
+from hetjax.sync.base import Rule
 from hetjax.sync.hogbatch.shared_model import SharedModel, home_device
-from hetjax.sync.protocol import Rule
 
 SHAPE = {"w": jax.ShapeDtypeStruct((3,), np.float32)}
 LAYOUT = Layout.of(SHAPE, (), ())

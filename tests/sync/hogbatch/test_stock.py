@@ -5,8 +5,8 @@ import threading
 import numpy as np
 import pytest
 
-from hetjax.plan.ranges import RangePool
-from hetjax.plan.sampler import Sampler
+from hetjax.sampling.order import Sampler
+from hetjax.sampling.ranges import RangePool
 from hetjax.sync.hogbatch.stock import Stock
 
 

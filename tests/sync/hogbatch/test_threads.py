@@ -11,11 +11,11 @@ from async_problem import covered, data, first, flat, loss_fn, merged_account, s
 
 from hetjax import Chunked, NonFiniteError, Simulation, Trainer
 from hetjax.data import MemorySource
-from hetjax.plan.merge_rule import moved_batches
-from hetjax.plan.ranges import Range
-from hetjax.run.simulate import constant
+from hetjax.sampling.ranges import Range
+from hetjax.simulation.speeds import constant
 from hetjax.sync import AdaptiveHogbatch, AdaptiveSgd, Hogbatch
 from hetjax.sync.hogbatch import threads
+from hetjax.sync.hogbatch.merge_rule import moved_batches
 from hetjax.sync.hogbatch.merged import Merged
 from hetjax.sync.hogbatch.task import Task
 from hetjax.sync.hogbatch.threads import Pause, Threads

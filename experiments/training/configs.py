@@ -17,7 +17,7 @@ import tyro
 
 from hetjax.presets import CONTROLLERS, PARTITIONS, PRESETS, SYNCS
 
-CONFIGS = Path(__file__).parent / "configs"
+CONFIGS = Path(__file__).parents[1] / "configs"
 DESCRIPTION = """Train a model on devices of unequal speed, all of them kept busy.
 
 Without flags: a CNN on digits, 4 fake devices of speeds 1, 1, 0.5 and 0.25,
@@ -104,7 +104,7 @@ class Workers:
     speeds: Annotated[str | None, _shown("LIST|real")] = None
     """simulated relative speeds such as 1,1,0.5,0.25, or real; simulated while nothing about devices is given"""
     trace: File = None
-    """JSON file of simulated speeds that change by step (format: hetjax/run/trace_file.py)"""
+    """JSON file of simulated speeds that change by step (format: hetjax/simulation/traces.py)"""
     row_time: Number = None
     """simulated milliseconds of one row at speed 1; unless told, as measured plus 50%, but at least 0.4"""
     capacity: Annotated[str | None, _shown("N[,N...]")] = None

@@ -10,15 +10,10 @@ import jax
 import numpy as np
 import optax
 from rich.console import Console
-from train_config import Config
-from train_setup import numbers
+from training.configs import Config
+from training.setup import numbers
 
-from hetjax.plan.blocks import Blocks
-from hetjax.plan.submodular import recut
-from hetjax.presets import PRESETS, Choice
-from hetjax.run.members import kept_entries
-from hetjax.run.simulate import Simulation
-from hetjax.source_blocks import (
+from hetjax.data.source_blocks import (
     check_same_data,
     fingerprint,
     make_blocks,
@@ -26,9 +21,14 @@ from hetjax.source_blocks import (
     read_features,
     shared_blocks,
 )
-from hetjax.task import Task
+from hetjax.fleet.membership import kept_entries
+from hetjax.presets import PRESETS, Choice
+from hetjax.report.bar import progress_bar
+from hetjax.sampling.blocks import Blocks
+from hetjax.sampling.submodular import recut
+from hetjax.simulation.speeds import Simulation
 from hetjax.trainer import Trainer
-from hetjax.watch.bar import progress_bar
+from hetjax.zoo.tasks import Task
 
 FILE = "blocks.npz"
 PROBE_STEPS = 6

@@ -1,0 +1,1 @@
+"""The reduce phase: one sum over all workers, then the update."""

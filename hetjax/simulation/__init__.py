@@ -1,0 +1,1 @@
+"""Simulated speeds: unlike workers on like devices, charged honestly."""
