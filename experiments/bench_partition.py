@@ -38,8 +38,7 @@ from hetjax.sampling.blocks import Blocks, class_balanced_blocks, numbered, quot
 from hetjax.sampling.quality import Quality, quality
 from hetjax.sampling.submodular import OBJECTIVES, RULES, recut, submodular_blocks
 from hetjax.sampling.submodular.cut import class_kernels, share_out
-from hetjax.sampling.submodular.kernel import gaussian_kernel, median_bandwidth
-from hetjax.sampling.submodular.objectives import total_value
+from hetjax.sampling.submodular.objectives import gaussian_kernel, median_bandwidth, total_value
 
 RATES = {"equal": [1.0, 1.0, 1.0, 1.0], "unequal": [4.0, 2.0, 1.0, 1.0]}
 

@@ -39,7 +39,7 @@ from jax.sharding import PartitionSpec as P
 
 import hetjax
 from hetjax import Example, zoo
-from hetjax.devices.compiles import compiles
+from hetjax.devices.compile import compiles
 from hetjax.devices.workers import AXIS, Workers
 from hetjax.planning import controllers
 from hetjax.planning.controllers.base import Observation, Plan

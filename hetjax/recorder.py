@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hetjax.devices.compiles import compiles
+from hetjax.devices.compile import compiles
 from hetjax.history import History, Record
 from hetjax.simulation.speeds import Simulation
 

@@ -17,9 +17,8 @@ from hetjax import sync as syncs
 from hetjax.adapters.probe import probe_indices
 from hetjax.arguments import MOST_SAMPLES, MOST_SEED, check_batch_size, check_hooks, whole
 from hetjax.data.batches import FeedBatch, as_batch, is_stream, sample_of
-from hetjax.data.feed import Feed
+from hetjax.data.feed import Feed, Rows
 from hetjax.data.memory import as_source
-from hetjax.data.rows import Rows
 from hetjax.data.source import Source, fetch
 from hetjax.engines import EngineSpec
 from hetjax.fleet.agree import digest, same
@@ -35,7 +34,7 @@ from hetjax.sampling.shards import BlockSampler, ProportionalSampler
 from hetjax.simulation.calibration import calibrate
 from hetjax.step import Step
 from hetjax.sync import Sync
-from hetjax.sync.job import Job
+from hetjax.sync.base import Job
 
 __all__ = ["Hook", "Trainer"]
 

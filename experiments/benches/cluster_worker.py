@@ -24,8 +24,8 @@ from hetjax.planning import controllers
 from hetjax.planning.controllers.base import Controller
 from hetjax.reduce.update import State
 from hetjax.trainer import Trainer
+from hetjax.zoo.layers import max_pool
 from hetjax.zoo.losses import classification
-from hetjax.zoo.pool import max_pool
 
 
 def init_cnn(hidden: int, seed: int = 0) -> dict[str, np.ndarray]:

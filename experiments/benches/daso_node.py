@@ -21,11 +21,11 @@ import optax  # noqa: E402
 from hetjax import Chunked  # noqa: E402
 from hetjax.adapters.contract import Example  # noqa: E402
 from hetjax.data import load  # noqa: E402
-from hetjax.data.synthetic import synthetic_source  # noqa: E402
+from hetjax.data.catalog import synthetic_source  # noqa: E402
 from hetjax.devices.fake import devices_of_all  # noqa: E402
 from hetjax.sync.allreduce import AllReduce  # noqa: E402
 from hetjax.sync.daso import Daso  # noqa: E402
-from hetjax.sync.daso.mean import bytes_sent  # noqa: E402
+from hetjax.sync.daso.averaging import bytes_sent  # noqa: E402
 from hetjax.trainer import Trainer  # noqa: E402
 from hetjax.zoo.losses import classification  # noqa: E402
 

@@ -63,7 +63,7 @@ def trackers(config: Config, name: str, folder: Path, done: int) -> report.Track
     if config.output.tensorboard:
         told.append(report.TensorBoardTracker(folder))
     if config.output.wandb is not None:
-        from hetjax.report.wandb import WandbTracker
+        from hetjax.report.trackers import WandbTracker
 
         told.append(WandbTracker(config.output.wandb, name=name, config=config.flat(), folder=folder))
     return report.Composite(*told)

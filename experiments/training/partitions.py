@@ -23,7 +23,7 @@ from hetjax.data.source_blocks import (
 )
 from hetjax.fleet.membership import kept_entries
 from hetjax.presets import PRESETS, Choice
-from hetjax.report.bar import progress_bar
+from hetjax.report.display import progress_bar
 from hetjax.sampling.blocks import Blocks
 from hetjax.sampling.submodular import recut
 from hetjax.simulation.speeds import Simulation

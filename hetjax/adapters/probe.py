@@ -20,7 +20,7 @@ import numpy as np
 
 from hetjax.adapters.contract import Objective, control, example_keys, valid_rows
 from hetjax.adapters.sync_axis import SyncAxis
-from hetjax.devices.compiles import expected
+from hetjax.devices.compile import expected
 from hetjax.reduce.update import State
 
 log = logging.getLogger("hetjax")

@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from hetjax.devices.compiles import expected
+from hetjax.devices.compile import expected
 
 _PIECE = 2**26  # bytes sent at a time
 

@@ -13,8 +13,7 @@ from typing import Any, Protocol
 import jax
 
 from hetjax.arguments import whole
-from hetjax.checkpoint.arrays import load
-from hetjax.checkpoint.contents import fill
+from hetjax.checkpoint.contents import fill, load
 from hetjax.checkpoint.folder import prepare, write
 from hetjax.checkpoint.lock import FolderLock
 from hetjax.checkpoint.snapshot import Snapshot, take

@@ -10,10 +10,10 @@ from rich.console import Console
 
 from hetjax.arguments import MOST_SEED, whole
 from hetjax.data import RowSource, load
-from hetjax.data.npz import npz_samples
+from hetjax.data.files import npz_samples
 from hetjax.data.source_blocks import check_same_data, fingerprint, named_features, read_classes, read_features
-from hetjax.report import blocks_report
-from hetjax.report.bar import progress_bar
+from hetjax.report import blocks as blocks_report
+from hetjax.report.display import progress_bar
 from hetjax.sampling.blocks import Blocks, checked_rates, class_balanced_blocks, random_blocks
 from hetjax.sampling.quality import quality
 from hetjax.sampling.submodular import OBJECTIVES, RULES, recut, submodular_blocks

@@ -1,12 +1,9 @@
 """Sources of samples, and the feeding of rows to workers."""
 
-from hetjax.data.catalog import load
-from hetjax.data.digits import digits_source
-from hetjax.data.idx import idx_source
+from hetjax.data.catalog import digits_source, load, synthetic_source
+from hetjax.data.files import idx_source, npz_source
 from hetjax.data.memory import MemorySource, labelled_images
-from hetjax.data.npz import npz_source
 from hetjax.data.source import Batch, Description, RowSource, Source, fetch
-from hetjax.data.synthetic import synthetic_source
 from hetjax.data.text import TextSource, text_source
 
 __all__ = [

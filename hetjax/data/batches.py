@@ -12,8 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from hetjax.data.feed import Feed, fetch_positions
-from hetjax.data.rows import Rows
+from hetjax.data.feed import Feed, Rows, fetch_positions
 from hetjax.fleet.agree import gather
 from hetjax.reduce.layout import MANY
 from hetjax.sampling.order import Span

@@ -1,15 +1,46 @@
-"""Rows ahead of time: a background thread fetches the coming step's samples by global position."""
+"""Rows ahead of time: a background thread fetches the coming step's samples by global position.
+
+Host rows of one step, by their positions in the global order.
+
+Rows ahead of time: a background thread fetches the coming step's samples by global position.
+"""
 
 from __future__ import annotations
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 from hetjax.data.source import Batch, Source, fetch
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Host rows of one step: `tree` holds the samples at positions origin, origin + 1, ... of the epoch's order."""
+
+    tree: Tree
+    origin: int
+
+    @property
+    def stop(self) -> int:
+        return self.origin + len(jax.tree.leaves(self.tree)[0])
+
+    def block(self, start: int, size: int) -> Tree:
+        """`size` rows from position `start`. Beyond the end the last row is repeated: real rows, never zeros.
+
+        A block may reach into the neighbour's samples; they are masked there, and a view costs no copy.
+        """
+        at, have = start - self.origin, self.stop - self.origin
+        if at >= 0 and at + size <= have:
+            return jax.tree.map(lambda x: x[at : at + size], self.tree)
+        index = np.clip(np.arange(at, at + size), 0, have - 1)
+        return jax.tree.map(lambda x: x[index], self.tree)
 
 
 class Order(Protocol):

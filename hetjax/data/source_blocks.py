@@ -15,7 +15,7 @@ from hetjax.data.source import Batch, Source, fetch
 from hetjax.fleet.agree import digest, gather
 from hetjax.sampling.blocks import Blocks, class_balanced_blocks, random_blocks
 from hetjax.sampling.submodular import flat_features, principal_components, submodular_blocks
-from hetjax.sampling.submodular.clusters import k_means
+from hetjax.sampling.submodular.features import k_means
 
 Embedding = Callable[[Batch], Any]  # a batch of the source -> one row of numbers per sample
 KINDS = ("submodular", "random", "class-balanced")

@@ -18,17 +18,15 @@ import jax
 import numpy as np
 
 from hetjax.adapters.contract import control
-from hetjax.data.rows import Rows
-from hetjax.devices.compile import compile_for
-from hetjax.devices.compiles import expected
+from hetjax.data.feed import Rows
+from hetjax.devices.compile import compile_for, expected
 from hetjax.devices.workers import Workers, device_kind
 from hetjax.engines.base import Program, Replicas
 from hetjax.engines.clocks import Clocks, Lap
 from hetjax.engines.ladder import Ladder
 from hetjax.fleet.agree import gather
-from hetjax.planning.ladder_costs import geometric_rungs
+from hetjax.planning.ladder_costs import PriceList, common_rungs, geometric_rungs
 from hetjax.planning.limits import Limits
-from hetjax.planning.price_list import PriceList, common_rungs
 from hetjax.reduce.layout import Parts
 from hetjax.sampling.order import Span
 

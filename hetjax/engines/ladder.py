@@ -11,9 +11,8 @@ import jax
 import numpy as np
 
 from hetjax.devices import memory
-from hetjax.devices.compile import compile_for
-from hetjax.devices.compiles import expected
-from hetjax.planning.price_list import PriceList
+from hetjax.devices.compile import compile_for, expected
+from hetjax.planning.ladder_costs import PriceList
 
 log = logging.getLogger("hetjax")
 Arguments = Callable[[int, jax.Device | None], tuple]  # (rows, device) -> arguments; shapes only when device is None

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from hetjax.devices.compiles import expected
+from hetjax.devices.compile import expected
 
 
 class Disagreement(RuntimeError):

@@ -16,8 +16,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from hetjax.launch.cgroups import step_back
-from hetjax.launch.quotas import end_group
+from hetjax.launch.quotas import end_group, step_back
 
 
 class Guard:

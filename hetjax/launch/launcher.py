@@ -18,17 +18,23 @@ from pathlib import Path
 from hetjax import environment
 from hetjax.fleet.rendezvous import check_free, free_port
 from hetjax.launch import options as flags
-from hetjax.launch.accelerators import gpus_here, shares_of_gpus
-from hetjax.launch.cgroups import Home, QuotasRefused, find_home, launchers_own
 from hetjax.launch.guard import Guard
 from hetjax.launch.heartbeat import Listener
-from hetjax.launch.options import Disturbance, Options
+from hetjax.launch.options import Options
 from hetjax.launch.output import wants_colour
-from hetjax.launch.pinning import cores_for
-from hetjax.launch.quotas import CpuQuota, remove_stale
+from hetjax.launch.placement import cores_for, gpus_here, shares_of_gpus
+from hetjax.launch.quotas import (
+    CpuQuota,
+    Disturbance,
+    Home,
+    QuotasRefused,
+    Throttle,
+    find_home,
+    launchers_own,
+    remove_stale,
+)
 from hetjax.launch.signals import Signals
 from hetjax.launch.team import Ending, Member, Team
-from hetjax.launch.throttle import Throttle
 
 MISTAKE = 2  # a program's exit code for a mistake of its user, which starting again would only repeat
 _EVERYWHERE = ("0.0.0.0", "::")

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from hetjax.launch.quotas import check_cores
+from hetjax.launch.quotas import Disturbance, check_cores
 
 RESTARTS = 3  # where --restart says no number
 _EXAMPLE = "python -m hetjax launch --processes 2 -- experiments/train.py --steps 100"
@@ -52,14 +52,6 @@ class Options:
     """seconds without a step, while steps are taken, after which a process counts as hung"""
     grace: float = 5.0
     """seconds between SIGTERM and SIGKILL when the others have to end"""
-
-
-@dataclass(frozen=True)
-class Disturbance:
-    """Quotas that hold from a step on."""
-
-    step: int
-    cores_P: tuple[float, ...]
 
 
 def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -15,13 +15,11 @@ from pathlib import Path
 from typing import IO
 
 from hetjax.launch.guard import Guard
-from hetjax.launch.heartbeat import Listener
+from hetjax.launch.heartbeat import Listener, Pulse, is_stopped
 from hetjax.launch.options import Options
 from hetjax.launch.output import Lines
-from hetjax.launch.pulse import Pulse, is_stopped
-from hetjax.launch.quotas import CpuQuota, end_group
+from hetjax.launch.quotas import CpuQuota, Throttle, end_group
 from hetjax.launch.signals import PASSED_ON, Signals
-from hetjax.launch.throttle import Throttle
 
 HUNG = 124  # the exit code for a process that gave no sign of life, as of timeout(1)
 _TURN = 0.05  # seconds between looks at the heartbeats

@@ -5,6 +5,14 @@ Two transports behind one interface, chosen from the kinds of devices:
     psum  the workers form one mesh: a `shard_map` sums and every worker applies the same update to its own copy.
     hub   they cannot (unlike GPUs in one process, CPU + GPU): each worker's vector is copied to worker 0's device,
           added in worker order, the update is applied there and the parameters are copied back.
+
+The sum of all workers' parts, within a program over all of them.
+
+In one process and on accelerators this is XLA's own `psum`, whatever the size. Between CPU processes that would be
+gloo's ring: 2 (W - 1) messages one after the other, each of which waits for every process to get its turn on a core.
+A small vector is therefore sent by everybody to everybody at once, in one `all_to_all`, and added up in the same order
+by all: one turn instead of six for four processes. Under quotas of 0.8, 0.4, 0.2 and 0.2 of a core and with 20 thousand
+numbers, the sum came 7 ms after the last arrival instead of 17, for 0.9 ms of CPU time instead of 2.3.
 """
 
 from __future__ import annotations
@@ -20,14 +28,35 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jax.sharding import SingleDeviceSharding
 
-from hetjax.devices.compile import compile_for, compile_over
-from hetjax.devices.compiles import expected
+from hetjax.devices.compile import compile_for, compile_over, expected
 from hetjax.devices.workers import AXIS, Workers
 from hetjax.engines.base import Replicas
 from hetjax.reduce.layout import HOST_SLOTS, MANY, Layout, Parts, Report, level_of_all, with_bad_update
-from hetjax.reduce.sum_parts import sum_parts
 from hetjax.reduce.update import State, Update
 from hetjax.sampling.order import PlannedStep
+
+# Bytes that a worker may send to all others together. Their time on the wire, 4 ms by Ethernet of 1 Gbit/s, must not
+# outweigh the turns that are saved; four workers under quotas gained up to four times as much, lost at ten times.
+_AT_ONCE = 2**19
+
+
+def sum_parts(parts: Parts, workers: Workers) -> Parts:
+    """The sum of the workers' parts, of one dtype, on every worker."""
+    sizes = [part.size for part in parts]
+    if not at_once(sum(part.nbytes for part in parts), workers):
+        return jax.lax.psum(parts, AXIS)
+    own = jnp.concatenate(parts)
+    sent_WxN = jnp.broadcast_to(own, (len(workers), len(own)))
+    came_WxN = jax.lax.all_to_all(sent_WxN, AXIS, split_axis=0, concat_axis=0, tiled=True)
+    summed = functools.reduce(jnp.add, [came_WxN[i] for i in range(len(workers))])  # in worker order
+    return tuple(jnp.split(summed, np.cumsum(sizes)[:-1]))
+
+
+def at_once(nbytes: int, workers: Workers) -> bool:
+    """Whether a vector of so many bytes is sent by everybody to everybody."""
+    on_cpu = all(device.platform == "cpu" for device in workers.devices)
+    return workers.several_processes and on_cpu and nbytes * (len(workers) - 1) <= _AT_ONCE
+
 
 Tree = Any
 

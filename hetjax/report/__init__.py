@@ -3,10 +3,9 @@
 from hetjax.report.display import Display
 from hetjax.report.hooks import Follow, Progress
 from hetjax.report.jsonl import JsonlTracker, write_json
+from hetjax.report.page import Report, report
 from hetjax.report.run_folder import read_run
-from hetjax.report.run_report import Report, report
-from hetjax.report.tensorboard import TensorBoardTracker
-from hetjax.report.trackers import Composite, Row, Tracker
+from hetjax.report.trackers import Composite, Row, TensorBoardTracker, Tracker
 
 __all__ = [
     "Composite",

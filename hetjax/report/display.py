@@ -1,14 +1,19 @@
-"""What a run looks like while it runs: one live picture in a terminal, plain lines elsewhere."""
+"""What a run looks like while it runs: one live picture in a terminal, plain lines elsewhere.
+
+A bar for work before the first step, such as the cutting of blocks.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -190,3 +195,12 @@ def _duration(seconds: float) -> str:
 
 def _style(share: float | None) -> str:
     return "green" if (share or 0) >= 0.8 else "yellow" if (share or 0) >= 0.5 else "red"
+
+
+@contextmanager
+def progress_bar(name: str, total: int, console: Console) -> Iterator[Callable[[int], None]]:
+    """A progress bar on a terminal, one line elsewhere; told how many have been done since it was last told."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+        task = progress.add_task(name, total=total)
+        yield lambda done: progress.advance(task, done)

@@ -10,10 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from hetjax.report.drawing import DARK, RED, save, style
-from hetjax.report.panels import counts_panel, efficiency_panel, loss_panel
+from hetjax.report.panels import batches_panel, counts_panel, efficiency_panel, loss_panel, shares, strips
 from hetjax.report.run_folder import Run
-from hetjax.report.shares import batches_panel, shares
-from hetjax.report.strip import strips
 
 
 def draw_run(run: Run) -> tuple[Path, Path]:

@@ -1,20 +1,28 @@
-"""One self-contained HTML page that compares runs: a table of summaries, what was configured differently, pictures."""
+"""From run folders to pictures, and one self-contained HTML page that compares them.
+
+One self-contained HTML page that compares runs: a table of summaries, what was configured differently, pictures.
+
+From run folders to pictures: a figure in each folder and one page that compares them.
+"""
 
 from __future__ import annotations
 
 import base64
 import html
 import json
+import os
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from hetjax.report.colors import run_colour
-from hetjax.report.drawing import THOUSANDS, curve, style, svg_bytes
-from hetjax.report.run_folder import Run
+from hetjax.report.drawing import THOUSANDS, curve, run_colour, style, svg_bytes
+from hetjax.report.figure import draw_run
+from hetjax.report.run_folder import Run, find_runs, read_run
 
 # key of summary.json, heading, format
 SUMMARIES = (
@@ -141,3 +149,30 @@ def _image(svg: bytes, text: str) -> str:
     """An image of its own, so that the names inside one SVG do not meet those of the next."""
     data = base64.b64encode(svg).decode()
     return f'<p><img alt="{html.escape(text)}" src="data:image/svg+xml;base64,{data}"></p>'
+
+
+@dataclass(frozen=True)
+class Report:
+    """The files that a report wrote."""
+
+    figures: tuple[Path, ...]
+    page: Path
+
+
+def report(*folders: str | Path, page: str | Path | None = None) -> Report:
+    """Draw `run.png` and `run.svg` in every run's folder and write one HTML page that compares the runs.
+
+    A folder is a run's own or one with several runs directly below it. The page goes to `page`, or as report.html into
+    the folder given, or into the closest folder that holds all of them.
+    """
+    if not folders:
+        raise ValueError("Give at least one folder of a run to report on.")
+    found = list(dict.fromkeys(path.resolve() for folder in folders for path in find_runs(folder)))
+    common = Path(os.path.commonpath([path.parent for path in found]))
+    runs = [read_run(path, str(path.relative_to(common))) for path in found]
+    drawn = [draw_run(run) for run in runs]
+    if page is None:
+        page = (Path(folders[0]) if len(folders) == 1 else common) / "report.html"
+    page = Path(page)
+    page.write_text(comparison_page(runs, [svg.read_bytes() for _, svg in drawn]), encoding="utf-8")
+    return Report(tuple(path for paths in drawn for path in paths), page)

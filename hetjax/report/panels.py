@@ -1,13 +1,22 @@
-"""The panels of a run over time: samples per worker, efficiency, loss."""
+"""The panels of a run's picture: counts, efficiency, loss, a Gantt strip, and those of a run without a barrier.
+
+The panels of a run over time: samples per worker, efficiency, loss.
+
+Gantt strips of a few steps: who computes, who waits at the barrier for the slowest, and the reduce behind it.
+
+Panels of a run without a barrier: the batches of its workers, how busy they were, their updates and staleness.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.figure import SubFigure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
-from hetjax.report.colors import worker_colour
-from hetjax.report.drawing import BLUE, DARK, THOUSANDS, curve, name_beside, thinned, window_sums
+from hetjax.report.drawing import BLUE, DARK, THOUSANDS, curve, name_beside, thinned, window_sums, worker_colour
 from hetjax.report.run_folder import Run
 
 
@@ -97,3 +106,161 @@ def loss_panel(axes: Axes, run: Run, x_S: np.ndarray, what: str) -> None:
     axes.set(xlabel=what, ylabel="loss")
     axes.xaxis.set_major_formatter(THOUSANDS)
     axes.xaxis.set_major_locator(MaxNLocator(6))
+
+
+_WAITING, _REDUCE = "#E8E8E8", "#BDBDBD"
+
+
+def strip_steps(run: Run, steps: int = 3) -> tuple[np.ndarray, np.ndarray]:
+    """Indices of up to `steps` timed steps just before the counts first changed, and of the last ones of the run.
+
+    If they never changed, of the first and the last ones.
+    """
+    timed = np.flatnonzero(run.full_S & np.isfinite(run.times_SxW).any(axis=1))
+    changes = run.changes
+    if len(changes) == 0:
+        return timed[:steps], timed[steps:][-steps:]
+    return timed[timed < changes[0]][-steps:], timed[timed >= changes[0]][-steps:]
+
+
+def strips(figure: SubFigure, run: Run) -> None:
+    """Two strips on one scale of time, so that a shorter step looks shorter."""
+    before, after = strip_steps(run)
+    titles = ("Before balancing", "After balancing") if len(run.changes) else ("At the start", "At the end")
+    panels = [(title, steps) for title, steps in zip(titles, (before, after), strict=True) if len(steps)]
+    if not panels:
+        axes = figure.subplots()
+        axes.set_axis_off()
+        axes.text(0.5, 0.5, "No worker was timed in this run.", ha="center", color=DARK)
+        return
+    longest = max(float(_lengths(run, steps).sum()) for _, steps in panels)
+    unit, scale = ("milliseconds", 1e3) if longest < 2 else ("seconds", 1.0)
+    many = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (title, steps) in zip(many, panels, strict=True):
+        axes.set_title(f"{title}: {_names(run.step_S[steps])}")
+        _strip(axes, run, steps, scale)
+        axes.set(xlim=(0, longest * scale), xlabel=unit)
+    every = -(-run.workers // 16)
+    many[0].set_yticks(range(0, run.workers, every), [f"worker {w}" for w in range(0, run.workers, every)])
+    many[0].set_ylim(run.workers - 0.4, -0.6)
+    marks = [
+        Patch(color=worker_colour(0), label="computing, in the worker's colour"),
+        Patch(facecolor=_WAITING, edgecolor="white", hatch="////", label="waiting at the barrier"),
+        Line2D([], [], color=DARK, linewidth=1.2, marker="|", markersize=10, linestyle="", label="barrier"),
+        Patch(color=_REDUCE, label="reduce, update and host"),
+    ]
+    figure.legend(handles=marks, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+
+
+def _lengths(run: Run, steps: np.ndarray) -> np.ndarray:
+    """How long each step took, never less than its slowest worker."""
+    return np.fmax(run.step_time_S[steps], np.nanmax(run.times_SxW[steps], axis=1))
+
+
+def _strip(axes: Axes, run: Run, steps: np.ndarray, scale: float) -> None:
+    ends = np.cumsum(_lengths(run, steps)) * scale
+    starts = np.append(0, ends[:-1])
+    barriers = starts + np.nanmax(run.times_SxW[steps], axis=1) * scale
+    for worker in range(run.workers):
+        times = np.nan_to_num(run.times_SxW[steps, worker]) * scale
+        place = (worker - 0.4, 0.8)
+        waits = list(zip(starts + times, barriers - starts - times, strict=True))
+        axes.broken_barh(waits, place, facecolor=_WAITING, edgecolor="white", hatch="////", linewidth=0)
+        axes.broken_barh(list(zip(starts, times, strict=True)), place, color=worker_colour(worker), linewidth=0)
+    for barrier, end in zip(barriers, ends, strict=True):
+        axes.axvspan(barrier, end, color=_REDUCE, linewidth=0)
+        axes.axvline(barrier, color=DARK, linewidth=1.2)
+
+
+def _names(steps: np.ndarray) -> str:
+    first, last = int(steps[0]), int(steps[-1])
+    if first == last:
+        return f"step {first}"
+    return f"steps {first} to {last}" if last - first == len(steps) - 1 else "steps " + ", ".join(map(str, steps))
+
+
+def shares(figure: SubFigure, run: Run) -> None:
+    """Utilisation and update shares over the steps, and the histogram of staleness."""
+    busy, updates, stale = figure.subplots(1, 3, width_ratios=[3, 3, 2])
+    utilisation_panel(busy, run)
+    updates_panel(updates, run)
+    staleness_panel(stale, run)
+
+
+def batches_panel(axes: Axes, run: Run) -> None:
+    """The batch that each worker took last; beside the lines the last of all."""
+    axes.set_title("Batch of each worker")
+    few = thinned(run.steps)
+    for worker in range(run.workers):
+        batch_S = run.batches_SxW[:, worker]
+        axes.step(run.step_S[few], batch_S[few], where="post", color=worker_colour(worker), linewidth=1.6)
+    last_W = run.batches_SxW[-1]
+    for worker in range(run.workers):
+        if np.isfinite(last_W[worker]) and last_W[worker] not in last_W[:worker]:  # like ones would overlap
+            name_beside(axes, worker, f"{last_W[worker]:.0f}", float(last_W[worker]))
+    axes.set(xlabel="step", ylabel="samples", ylim=(0, None), xlim=(run.step_S[0] - 1, run.step_S[-1]))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def utilisation_panel(axes: Axes, run: Run) -> None:
+    """The share of time that each worker computed, smoothed over neighbouring steps; the legend has the whole run's."""
+    axes.set_title("Utilisation per worker")
+    seconds_S = np.nan_to_num(run.step_time_S)
+    busy_SxW = np.nan_to_num(run.times_SxW)
+    share_SxW = window_sums(busy_SxW) / np.maximum(window_sums(seconds_S[:, None]), 1e-12)
+    whole_W = busy_SxW.sum(axis=0) / max(float(seconds_S.sum()), 1e-12)
+    few = thinned(run.steps)
+    for worker in range(run.workers):
+        named = f"worker {worker}: {whole_W[worker]:.0%}" if run.workers <= 8 else None
+        axes.plot(run.step_S[few], share_SxW[few, worker], color=worker_colour(worker), label=named, linewidth=1.6)
+    axes.axhline(1, color=DARK, linestyle="--", linewidth=1)
+    axes.set(xlabel="step", ylim=(0, 1.12))
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if run.workers <= 8:
+        axes.legend(loc="lower right", frameon=False, fontsize=9, ncols=-(-run.workers // 4))
+
+
+def updates_panel(axes: Axes, run: Run) -> None:
+    """Stacked to one, smoothed over neighbouring steps; beside the layers the shares of the whole run."""
+    axes.set_title("Share of updates per worker")
+    made_SxW = np.nan_to_num(run.updates_SxW)
+    smooth_SxW = window_sums(made_SxW)
+    share_SxW = smooth_SxW / np.maximum(smooth_SxW.sum(axis=1, keepdims=True), 1e-12)
+    few = thinned(run.steps)
+    layers = np.cumsum(share_SxW[few], axis=1)
+    below = np.zeros(len(few))
+    whole_W = made_SxW.sum(axis=0) / max(float(made_SxW.sum()), 1e-12)
+    for worker in range(run.workers):
+        axes.fill_between(run.step_S[few], below, layers[:, worker], color=worker_colour(worker), linewidth=0)
+        below = layers[:, worker]
+    middle_W = np.cumsum(whole_W) - whole_W / 2
+    for worker in np.flatnonzero(whole_W > 0.06).tolist():
+        name_beside(axes, worker, f"{whole_W[worker]:.0%}", float(middle_W[worker]))
+    axes.set(xlabel="step", ylim=(0, 1), xlim=(run.step_S[0], max(run.step_S[-1], run.step_S[0] + 1)))
+    axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def staleness_panel(axes: Axes, run: Run) -> None:
+    """How many updates of others came between reading the model and an update; the last bar holds all beyond."""
+    axes.set_title("Staleness of updates")
+    told = run.summary.get("staleness")
+    try:
+        found = {int(k): int(n) for k, n in told.items() if int(k) >= 0} if isinstance(told, dict) else {}
+    except (ValueError, TypeError, OverflowError):  # what somebody else wrote
+        found = {}
+    if not found:
+        axes.set_axis_off()
+        axes.text(0.5, 0.5, "not known before the end", ha="center", color=DARK)
+        return
+    widest = 24
+    bars = np.zeros(min(max(found), widest) + 1)
+    for staleness, number in found.items():
+        bars[min(staleness, widest)] += number
+    axes.bar(np.arange(len(bars)), bars, color=BLUE, width=0.9)
+    mean = sum(k * n for k, n in found.items()) / sum(found.values())
+    axes.annotate(f"mean {mean:.1f}", (0.97, 0.93), xycoords="axes fraction", ha="right", va="top", color=DARK)
+    axes.set(xlabel="updates of others between", ylabel="updates")
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.yaxis.set_major_formatter(THOUSANDS)

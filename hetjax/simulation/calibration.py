@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hetjax.data.rows import Rows
+from hetjax.data.feed import Rows
 from hetjax.engines.base import Replicas
 from hetjax.engines.session import Session
 from hetjax.fleet.agree import gather

@@ -27,21 +27,18 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from hetjax.arguments import whole
-from hetjax.devices.compile import compile_over
-from hetjax.devices.compiles import expected
+from hetjax.devices.compile import compile_over, expected
 from hetjax.devices.workers import AXIS
 from hetjax.engines.base import Replicas
 from hetjax.fleet.agree import gather
 from hetjax.fleet.membership import kept_entries
 from hetjax.reduce.layout import HOST_SLOTS, Parts, Report, Sums, level_of_all, with_bad_update
-from hetjax.reduce.sum_parts import sum_parts
-from hetjax.reduce.transports import Reduce
+from hetjax.reduce.transports import Reduce, sum_parts
 from hetjax.reduce.update import State, Update
 from hetjax.sampling.order import PlannedStep
 from hetjax.sync.base import Setting, Sync
-from hetjax.sync.matcha import matcha
 from hetjax.sync.replicas import average, spread
-from hetjax.sync.topology import Mixing, topology
+from hetjax.sync.topology import Mixing, matcha, topology
 
 log = logging.getLogger("hetjax")
 Tree = Any

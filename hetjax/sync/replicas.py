@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from hetjax.devices.compiles import expected
+from hetjax.devices.compile import expected
 from hetjax.devices.workers import Workers
 from hetjax.reduce.update import State
 

@@ -8,9 +8,7 @@ from typing import Any
 from flax import nnx
 
 from hetjax.data.source import Description
-from hetjax.zoo.cnn import CNN
-from hetjax.zoo.mlp import MLP
-from hetjax.zoo.resnet import ResNet
+from hetjax.zoo.images import CNN, MLP, ResNet
 from hetjax.zoo.transformer import Transformer
 
 MODELS: dict[str, Any] = {"mlp": MLP, "cnn": CNN, "resnet": ResNet, "transformer": Transformer}

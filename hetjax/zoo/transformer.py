@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from hetjax.zoo.dropout import Dropout
-from hetjax.zoo.precision import Compute, wide
+from hetjax.zoo.layers import Compute, Dropout, wide
 
 
 def causal_attention(q_HxTxD: jax.Array, k_HxTxD: jax.Array, v_HxTxD: jax.Array) -> jax.Array:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hetjax.data import fetch, load
-from hetjax.data.idx import read_idx
+from hetjax.data.files import read_idx
 
 FASHION = Path("/usr/share/datasets/fashion-mnist")
 

@@ -19,7 +19,7 @@ from hetjax.data.source_blocks import (
 )
 from hetjax.sampling.blocks import Blocks
 from hetjax.sampling.submodular import principal_components, recut, submodular_blocks
-from hetjax.sampling.submodular.clusters import k_means
+from hetjax.sampling.submodular.features import k_means
 
 
 def arrays(size=60, **more):
@@ -184,7 +184,7 @@ def test_where_the_blocks_go_is_looked_at_before_they_are_cut(tmp_path, capsys, 
 @pytest.fixture
 def no_picture(monkeypatch):
     """Drawing takes longer than all the rest."""
-    monkeypatch.setattr("hetjax.report.blocks_report.draw", lambda out, *_: (out, out))
+    monkeypatch.setattr("hetjax.report.blocks.draw", lambda out, *_: (out, out))
 
 
 def partition(tmp_path, name, *flags, **saved):

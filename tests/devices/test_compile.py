@@ -15,8 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from hetjax.devices import compile as compile_once
 from hetjax.devices import memory
-from hetjax.devices.compile import compile_for, compile_over
-from hetjax.devices.compiles import compiles
+from hetjax.devices.compile import compile_for, compile_over, compiles
 from hetjax.environment import PROGRAMS
 
 VECTOR = jax.ShapeDtypeStruct((3,), np.float32)

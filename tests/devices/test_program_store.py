@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from hetjax.devices.program_store import ProgramStore
+from hetjax.devices.compile import ProgramStore
 
 KEY = "3f" * 32
 

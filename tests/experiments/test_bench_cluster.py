@@ -28,7 +28,7 @@ from bench_cluster import (
 from benches.cluster_worker import swapped
 from rich.console import Console
 
-from hetjax.launch.cgroups import QuotasRefused, find_home
+from hetjax.launch.quotas import QuotasRefused, find_home
 
 ROOT = Path(__file__).parents[2]
 

@@ -26,7 +26,7 @@ def runs(devices, mistake=None, process=0):
 
     from hetjax import Chunked
     from hetjax.planning.controllers.base import Plan
-    from hetjax.reduce import sum_parts
+    from hetjax.reduce import transports
 
     class Odd(RandomPlans):
         def plan(self, batch, limits, epoch=0):
@@ -58,7 +58,7 @@ def runs(devices, mistake=None, process=0):
         if mistake == "optimiser" and process == 1:
             state = replace(state, opt_state=jax.tree.map(lambda x: x + 1, state.opt_state))
         read, steps = Reads(source), STEPS + (mistake == "end" and process == 1)
-        limit = patch.object(sum_parts, "_AT_ONCE", 0) if name == "large" else nullcontext()
+        limit = patch.object(transports, "_AT_ONCE", 0) if name == "large" else nullcontext()
         with trainer, limit:
             state, history = trainer.fit(state, read, steps=steps)
             tested = trainer.evaluate(state, source)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import quick_compiles
 
-from hetjax.launch.cgroups import QuotasRefused, find_home
+from hetjax.launch.quotas import QuotasRefused, find_home
 
 ROOT = Path(__file__).parents[2]
 MARK = "HETJAX_TEST_MARK"

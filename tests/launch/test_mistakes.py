@@ -6,7 +6,7 @@ import pytest
 
 from hetjax.__main__ import main
 from hetjax.launch import launcher
-from hetjax.launch.cgroups import HOW, QuotasRefused
+from hetjax.launch.quotas import HOW, QuotasRefused
 
 MISTAKES = {
     "nothing to run": ([], None),

@@ -9,10 +9,8 @@ from launching import until
 
 from hetjax.fleet import rendezvous as meeting_point
 from hetjax.fleet.rendezvous import address_to_bind, is_loopback, own_address_towards, split_address
-from hetjax.launch.accelerators import gpus_here, shares_of_gpus
-from hetjax.launch.heartbeat import Beat, Listener, from_environment
-from hetjax.launch.pinning import cores_for
-from hetjax.launch.pulse import Pulse
+from hetjax.launch.heartbeat import Beat, Listener, Pulse, from_environment
+from hetjax.launch.placement import cores_for, gpus_here, shares_of_gpus
 
 
 def test_a_pulse_runs_out():

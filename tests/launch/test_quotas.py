@@ -9,12 +9,9 @@ from pathlib import Path
 import pytest
 from launching import BEAT, cgroup_home, until
 
-from hetjax.launch import cgroups, guard
-from hetjax.launch.cgroups import Home, QuotasRefused, find_home
+from hetjax.launch import guard, quotas
 from hetjax.launch.heartbeat import Beat
-from hetjax.launch.options import Disturbance
-from hetjax.launch.quotas import CpuQuota, remove_stale
-from hetjax.launch.throttle import Throttle
+from hetjax.launch.quotas import CpuQuota, Disturbance, Home, QuotasRefused, Throttle, find_home, remove_stale
 
 allowed = pytest.mark.skipif(cgroup_home() is None, reason="control groups cannot be made here")
 BUSY = [sys.executable, "-S", "-c", "while True: pass"]
@@ -253,10 +250,10 @@ def test_a_launcher_alone_in_its_group_steps_aside_and_back(tmp_path, request, m
         control.write_text("")
     (groups.own / "cgroup.procs").write_text(me)
     request.getfixturevalue("kernel")
-    monkeypatch.setattr(cgroups.atexit, "register", lambda *call: at_exit.append(call))
+    monkeypatch.setattr(quotas.atexit, "register", lambda *call: at_exit.append(call))
     home = find_home(groups.proc)
     assert home == find_home(groups.proc) == Home(groups.own, 2)
-    inside = cgroups.launchers_own(home.path)
+    inside = quotas.launchers_own(home.path)
     assert (inside / "cgroup.procs").read_text() == me
     assert (groups.own / "cgroup.procs").read_text() == ""
     with CpuQuota("test", home):

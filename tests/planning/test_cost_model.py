@@ -8,8 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from hetjax.planning.cost_model import AWAY, CostModel, _surprise
-from hetjax.planning.logarithm import ln
+from hetjax.planning.cost_model import AWAY, CostModel, _surprise, ln
 
 
 def feed(model, rng, startup_W, pace_W, work_SxW, noise=0.05):

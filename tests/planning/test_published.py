@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hetjax.planning.controllers import Observation, make
-from hetjax.planning.controllers.dbs import round_half_up
+from hetjax.planning.controllers.published import round_half_up
 from hetjax.planning.limits import Limits
 from hetjax.planning.rounding import largest_remainder
 

@@ -9,17 +9,17 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from hetjax.devices.workers import AXIS, Workers
-from hetjax.reduce import sum_parts as module
+from hetjax.reduce import transports
 
 
 @pytest.mark.parametrize("count", [2, 3, 8])
 @pytest.mark.parametrize("sizes", [(5,), (7, 1, 20)])
 def test_everybody_gets_the_sum_in_worker_order(monkeypatch, count, sizes):
-    monkeypatch.setattr(module, "at_once", lambda nbytes, workers: True)
+    monkeypatch.setattr(transports, "at_once", lambda nbytes, workers: True)
     workers, rng = Workers.of(jax.devices()[:count]), np.random.default_rng(0)
     parts = tuple(rng.normal(size=(count, size)).astype(np.float32) for size in sizes)
     program = jax.shard_map(
-        lambda *parts: tuple(x[None] for x in module.sum_parts(tuple(part[0] for part in parts), workers)),
+        lambda *parts: tuple(x[None] for x in transports.sum_parts(tuple(part[0] for part in parts), workers)),
         mesh=workers.mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False,
     )  # fmt: skip
     for summed, part in zip(jax.jit(program)(*parts), parts, strict=True):
@@ -40,4 +40,4 @@ def test_only_small_vectors_between_cpu_processes_are_sent_at_once(platform, sev
     class Some(list):
         devices, several_processes = [SimpleNamespace(platform=platform)] * 4, several
 
-    assert module.at_once(nbytes, Some(range(4))) is expected
+    assert transports.at_once(nbytes, Some(range(4))) is expected

@@ -9,8 +9,7 @@ import pytest
 from matplotlib.image import imread
 
 from hetjax.report.blocks import View, blocks_figure, draw_blocks
-from hetjax.report.colors import worker_colour
-from hetjax.report.drawing import style
+from hetjax.report.drawing import style, worker_colour
 from hetjax.sampling.blocks import random_blocks
 
 

@@ -11,11 +11,10 @@ from matplotlib.colors import to_rgb
 from matplotlib.text import Text
 
 from hetjax.report import report
-from hetjax.report.colors import worker_colour
-from hetjax.report.drawing import running_median, thinned
+from hetjax.report.drawing import running_median, thinned, worker_colour
 from hetjax.report.figure import draw_run
+from hetjax.report.panels import strip_steps
 from hetjax.report.run_folder import find_runs, read_run
-from hetjax.report.strip import strip_steps
 
 
 @pytest.fixture(scope="module")

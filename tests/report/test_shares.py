@@ -8,8 +8,8 @@ from test_display import console, picture, row
 
 from hetjax.report import Display, report
 from hetjax.report.figure import run_figure
+from hetjax.report.panels import staleness_panel, updates_panel, utilisation_panel
 from hetjax.report.run_folder import read_run
-from hetjax.report.shares import staleness_panel, updates_panel, utilisation_panel
 
 
 def test_a_run_is_known_by_its_updates(tmp_path):

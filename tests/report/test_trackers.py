@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from hetjax.report import Composite, JsonlTracker, TensorBoardTracker
-from hetjax.report.trackers import plain, scalars
-from hetjax.report.wandb import WandbTracker
+from hetjax.report.trackers import WandbTracker, plain, scalars
 
 ROW = {
     "epoch": 0,

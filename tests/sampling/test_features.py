@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hetjax.sampling.submodular.clusters import k_means, split_large
-from hetjax.sampling.submodular.features import flat_features, moments, principal_components
+from hetjax.sampling.submodular.features import flat_features, k_means, moments, principal_components, split_large
 
 
 def test_principal_components_are_those_of_the_svd():

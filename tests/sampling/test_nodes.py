@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from hetjax.planning.controllers.base import Plan
-from hetjax.sampling.between_nodes import BetweenNodes
-from hetjax.sampling.nodes import NodeSampler
+from hetjax.sampling.nodes import BetweenNodes, NodeSampler
 from hetjax.sampling.order import Sampler
 
 

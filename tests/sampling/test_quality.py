@@ -8,7 +8,7 @@ import pytest
 from hetjax.sampling.blocks import Blocks, class_balanced_blocks, random_blocks
 from hetjax.sampling.quality import quality
 from hetjax.sampling.submodular import submodular_blocks
-from hetjax.sampling.submodular.kernel import gaussian_kernel
+from hetjax.sampling.submodular.objectives import gaussian_kernel
 
 
 def test_distances_by_hand():

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from hetjax.sampling.blocks import class_balanced_blocks, numbered, quotas, random_blocks
 from hetjax.sampling.quality import quality
 from hetjax.sampling.submodular import recut, submodular_blocks
-from hetjax.sampling.submodular.kernel import gaussian_kernel
-from hetjax.sampling.submodular.objectives import value
+from hetjax.sampling.submodular.objectives import gaussian_kernel, value
 
 RATES = st.lists(st.integers(0, 6), min_size=1, max_size=4).filter(any)
 

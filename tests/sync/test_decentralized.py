@@ -20,8 +20,7 @@ from hetjax.reduce.update import State
 from hetjax.sampling.order import Sampler, Span
 from hetjax.sync import AllReduce, Decentralised
 from hetjax.sync.base import Rule, Setting
-from hetjax.sync.matcha import matcha
-from hetjax.sync.topology import complete, ring
+from hetjax.sync.topology import complete, matcha, ring
 
 SAMPLES, BATCH, SIZE = 60, 20, 3
 

@@ -6,8 +6,21 @@ import json
 import numpy as np
 import pytest
 
-from hetjax.sync.matcha import activation, expected_contraction, laplacian, matcha, matchings, mixing_weight
-from hetjax.sync.topology import Mixing, complete, contraction, exchange_rounds, neighbours, ring, topology
+from hetjax.sync.topology import (
+    Mixing,
+    activation,
+    complete,
+    contraction,
+    exchange_rounds,
+    expected_contraction,
+    laplacian,
+    matcha,
+    matchings,
+    mixing_weight,
+    neighbours,
+    ring,
+    topology,
+)
 
 
 def random_graph(seed, workers, share):

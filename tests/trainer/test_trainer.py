@@ -61,7 +61,7 @@ def test_a_hundred_random_plans_compile_nothing(engine):
 
 
 def test_the_counter_of_compiles_counts():
-    from hetjax.devices.compiles import compiles
+    from hetjax.devices.compile import compiles
 
     before = compiles()
     jax.jit(lambda x: x * 3 + 7)(np.ones(13))

@@ -11,7 +11,7 @@ from flax import nnx
 
 from hetjax.data import Description, fetch, load
 from hetjax.zoo import Transformer, classification, make, next_token
-from hetjax.zoo.pool import max_pool
+from hetjax.zoo.layers import max_pool
 from hetjax.zoo.transformer import causal_attention
 
 IMAGES = Description("images", (8, 8, 1), classes=10)

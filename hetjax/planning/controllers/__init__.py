@@ -6,16 +6,8 @@ from typing import Any
 
 from hetjax.planning.controllers.balanced import Balanced
 from hetjax.planning.controllers.base import Controller, Observation, Plan
-from hetjax.planning.controllers.baselines import Equal
-from hetjax.planning.controllers.dbs import Dbs
-from hetjax.planning.controllers.edp import Edp
-from hetjax.planning.controllers.fixed import Fixed
-from hetjax.planning.controllers.lbb import Lbb
-from hetjax.planning.controllers.lbbsp import Lbbsp
-from hetjax.planning.controllers.oracle import Oracle
-from hetjax.planning.controllers.proportional import Proportional
-from hetjax.planning.controllers.published import Dp
-from hetjax.planning.controllers.static import Static
+from hetjax.planning.controllers.baselines import Equal, Fixed, Oracle, Proportional, Static
+from hetjax.planning.controllers.published import Dbs, Dp, Edp, Lbb, Lbbsp
 
 REGISTRY: dict[str, type] = {
     law.name: law for law in (Balanced, Dbs, Dp, Edp, Equal, Fixed, Lbb, Lbbsp, Oracle, Proportional, Static)

@@ -8,11 +8,9 @@ from typing import Any
 import numpy as np
 
 from hetjax.planning.allocation import solve, within_reach
-from hetjax.planning.controllers.base import Observation, Plan
-from hetjax.planning.controllers.frame import Frame
-from hetjax.planning.cost_model import CostModel
+from hetjax.planning.controllers.base import Frame, Observation, Plan
+from hetjax.planning.cost_model import CostModel, ln
 from hetjax.planning.limits import Limits
-from hetjax.planning.logarithm import ln
 from hetjax.planning.rounding import allowed
 
 _LOOKS = (8, 24, 72)  # steps after which counts are looked at again

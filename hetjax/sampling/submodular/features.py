@@ -1,4 +1,9 @@
-"""What similarity is measured on: flat numbers per sample, or their leading principal components."""
+"""What similarity is measured on: features of samples, and pseudo-classes by k-means.
+
+What similarity is measured on: flat numbers per sample, or their leading principal components.
+
+Pseudo-classes by k-means: for targets that are no labels, for data without any, for classes beyond a kernel.
+"""
 
 from __future__ import annotations
 
@@ -47,3 +52,86 @@ def moments(features_DxF: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         x_RxF = features_DxF[lo : lo + _ROWS] - mean_F
         covariance_FxF += x_RxF.T @ x_RxF
     return mean_F, covariance_FxF / len(features_DxF)
+
+
+_ROUNDS = 50
+_CLUSTER_ROWS = 8192
+
+
+def k_means(values_DxF: np.ndarray, clusters: int, seed: int = 0) -> np.ndarray:
+    """The cluster of every sample, 0 .. clusters - 1, none of them empty while there are enough different samples.
+
+    Lloyd's rounds from k-means++ centres (Arthur & Vassilvitskii 2007) until nothing moves, 50 at most. A cluster that
+    runs empty starts again at the sample farthest from its centre.
+    """
+    size = len(values_DxF)
+    if not 1 <= clusters <= size:
+        raise ValueError(f"{clusters} pseudo-classes were asked for {size} samples; expected 1 to {size}.")
+    x_DxF = np.asarray(values_DxF, np.float64).reshape(size, -1)
+    x_DxF = x_DxF - x_DxF.mean(axis=0)
+    centre_KxF = _first_centres(x_DxF, clusters, np.random.default_rng(seed))
+    nearest_D = np.full(size, -1)
+    for _ in range(_ROUNDS):
+        before_D, (nearest_D, distance_D) = nearest_D, _nearest(x_DxF, centre_KxF)
+        for empty in np.flatnonzero(np.bincount(nearest_D, minlength=clusters) == 0):
+            far = int(np.argmax(distance_D))
+            nearest_D[far], distance_D[far] = empty, 0.0
+        if np.array_equal(nearest_D, before_D):
+            break
+        count_K = np.bincount(nearest_D, minlength=clusters)
+        held = np.flatnonzero(count_K)
+        first_K = np.cumsum(count_K) - count_K
+        sum_HxF = np.add.reduceat(x_DxF[np.argsort(nearest_D, kind="stable")], first_K[held], axis=0)
+        centre_KxF[held] = sum_HxF / count_K[held, None]
+    return nearest_D
+
+
+def split_large(classes_D: np.ndarray, features_DxF: np.ndarray, largest: int, seed: int = 0) -> np.ndarray:
+    """The classes, renumbered from 0, with every one above `largest` samples cut into k-means parts that are not.
+
+    Samples that k-means cannot tell apart are cut by their index.
+    """
+    parts: list[np.ndarray] = []
+    waiting = [np.flatnonzero(classes_D == name) for name in np.unique(classes_D)]
+    while waiting:
+        members = waiting.pop(0)
+        pieces = -(-len(members) // largest)
+        if pieces == 1:
+            parts.append(members)
+            continue
+        nearest = k_means(features_DxF[members], pieces, seed)
+        found = [members[nearest == k] for k in range(pieces)]
+        if max(map(len, found)) == len(members):
+            found = np.array_split(members, pieces)
+        waiting = [part for part in found if len(part)] + waiting
+    out_D = np.empty(len(classes_D), np.int64)
+    for number, members in enumerate(parts):
+        out_D[members] = number
+    return out_D
+
+
+def _first_centres(x_DxF: np.ndarray, clusters: int, rng: np.random.Generator) -> np.ndarray:
+    """Each centre a sample drawn with probability by its squared distance to the centres before it."""
+    chosen = [int(rng.integers(len(x_DxF)))]
+    distance_D = np.full(len(x_DxF), np.inf)
+    while len(chosen) < clusters:
+        distance_D = np.minimum(distance_D, ((x_DxF - x_DxF[chosen[-1]]) ** 2).sum(axis=1))
+        total_D = np.cumsum(distance_D)
+        if total_D[-1] > 0:
+            chosen.append(int(min(np.searchsorted(total_D, rng.random() * total_D[-1], "right"), len(x_DxF) - 1)))
+        else:
+            chosen.append(int(rng.integers(len(x_DxF))))
+    return x_DxF[chosen]
+
+
+def _nearest(x_DxF: np.ndarray, centre_KxF: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Index of the nearest centre, the lowest of equals, and the squared distance to it."""
+    nearest_D, distance_D = np.empty(len(x_DxF), np.int64), np.empty(len(x_DxF))
+    square_K = np.einsum("kf,kf->k", centre_KxF, centre_KxF)
+    for lo in range(0, len(x_DxF), _CLUSTER_ROWS):
+        x_RxF = x_DxF[lo : lo + _CLUSTER_ROWS]
+        distance_RxK = np.einsum("rf,rf->r", x_RxF, x_RxF)[:, None] - 2.0 * (x_RxF @ centre_KxF.T) + square_K
+        nearest = np.argmin(distance_RxK, axis=1)
+        nearest_D[lo : lo + _CLUSTER_ROWS] = nearest
+        distance_D[lo : lo + _CLUSTER_ROWS] = np.maximum(distance_RxK[np.arange(len(nearest)), nearest], 0.0)
+    return nearest_D, distance_D

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from hetjax.sampling.blocks import Blocks, checked_rates, numbered, quotas
-from hetjax.sampling.submodular.cut import chosen_rule, class_kernels, share_out
+from hetjax.sampling.submodular.cut import Progress, chosen_rule, class_kernels, share_out
 from hetjax.sampling.submodular.features import flat_features
-from hetjax.sampling.submodular.greedy import Progress
 from hetjax.sampling.submodular.objectives import total_value
 
 

@@ -19,16 +19,13 @@ from hetjax.devices.workers import Workers
 from hetjax.fleet.agree import gather
 from hetjax.reduce.transports import Reduce
 from hetjax.reduce.update import State
-from hetjax.sampling.between_nodes import RULES, BetweenNodes
-from hetjax.sampling.nodes import NodeSampler
+from hetjax.sampling.nodes import RULES, BetweenNodes, NodeSampler
 from hetjax.sampling.order import Sampler
 from hetjax.sync.base import Setting, Sync
 from hetjax.sync.daso.across import AcrossProcesses
-from hetjax.sync.daso.blend import BLENDS
-from hetjax.sync.daso.exchange import Exchange, Stacked
-from hetjax.sync.daso.node import Node
-from hetjax.sync.daso.notes import Notes, from_words
-from hetjax.sync.daso.places import Places, across_processes, in_one_process, own_devices
+from hetjax.sync.daso.averaging import BLENDS
+from hetjax.sync.daso.exchange import Exchange, Notes, Stacked, from_words
+from hetjax.sync.daso.node import Node, Places, across_processes, in_one_process, own_devices
 from hetjax.sync.daso.reduce import Manner, Nodes
 from hetjax.sync.daso.schedule import Schedule
 from hetjax.sync.replicas import average

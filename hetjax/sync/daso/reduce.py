@@ -17,13 +17,11 @@ from hetjax.engines.base import Replicas
 from hetjax.fleet.agree import Disagreement
 from hetjax.reduce.layout import Layout, Parts, Report
 from hetjax.reduce.update import State
-from hetjax.sampling.between_nodes import BetweenNodes
+from hetjax.sampling.nodes import BetweenNodes
 from hetjax.sampling.order import PlannedStep
-from hetjax.sync.daso.blend import ALL_OF_IT, Terms, receives_first, terms
-from hetjax.sync.daso.exchange import Arrived, Exchange, Flight
-from hetjax.sync.daso.mean import NODE, Leaves
+from hetjax.sync.daso.averaging import ALL_OF_IT, NODE, Leaves, Terms, receives_first, terms
+from hetjax.sync.daso.exchange import Arrived, Exchange, Flight, Notes, as_words, from_words, steps_under_way
 from hetjax.sync.daso.node import Node, averaged
-from hetjax.sync.daso.notes import Notes, as_words, from_words, steps_under_way
 from hetjax.sync.daso.schedule import Schedule
 
 Tree = Any

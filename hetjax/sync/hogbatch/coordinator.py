@@ -14,9 +14,8 @@ import numpy as np
 from hetjax.engines.clocks import Lap
 from hetjax.reduce.update import State
 from hetjax.sampling.ranges import RangePool
-from hetjax.sync.hogbatch.method import Method, Unreachable
-from hetjax.sync.hogbatch.rate import Rate
-from hetjax.sync.hogbatch.task import Back, Finished, Lost, Moment, News, Task, Update
+from hetjax.sync.hogbatch.method import Back, Finished, Lost, Method, Moment, News, Task, Unreachable, Update
+from hetjax.sync.hogbatch.scaling import Rate
 
 
 class Coordinator:

@@ -25,21 +25,16 @@ from hetjax.reduce.layout import Layout
 from hetjax.reduce.update import State
 from hetjax.sampling.ranges import RangePool
 from hetjax.simulation.speeds import Simulation
-from hetjax.sync.base import Sync
-from hetjax.sync.hogbatch.batch_rule import ALPHA, DEAD_ZONE, adapted_batch
+from hetjax.sync.base import Job, Sync
 from hetjax.sync.hogbatch.immediate import Adapt, Immediate
-from hetjax.sync.hogbatch.merge_rule import CALMER, MOMENTUM
 from hetjax.sync.hogbatch.merged import Merged
-from hetjax.sync.hogbatch.method import Method
-from hetjax.sync.hogbatch.rate import Rate
-from hetjax.sync.hogbatch.rate_scale import CAP
-from hetjax.sync.hogbatch.rules import BatchBounds
+from hetjax.sync.hogbatch.method import Method, Moment, Update
+from hetjax.sync.hogbatch.rules import ALPHA, CALMER, CAP, DEAD_ZONE, MOMENTUM, BatchBounds, adapted_batch
+from hetjax.sync.hogbatch.scaling import Rate
 from hetjax.sync.hogbatch.shared_model import SharedModel, home_device
-from hetjax.sync.hogbatch.task import Moment, Update
 from hetjax.sync.hogbatch.threads import Pause
 from hetjax.sync.hogbatch.training import Training
 from hetjax.sync.hogbatch.virtual import Schedule
-from hetjax.sync.job import Job
 from hetjax.sync.replicas import average
 
 Whole = int | Sequence[int] | None

@@ -12,9 +12,8 @@ from hetjax.engines.clocks import Lap
 from hetjax.reduce.layout import Parts
 from hetjax.reduce.update import Core
 from hetjax.sampling.ranges import Range
-from hetjax.sync.hogbatch.method import Outcome
+from hetjax.sync.hogbatch.method import Outcome, Task
 from hetjax.sync.hogbatch.shared_model import SharedModel
-from hetjax.sync.hogbatch.task import Task
 
 Adapt = Callable[..., int]  # (worker, batch_W, updates_W, taking_part_W=...) -> its batch, see rules.py
 

@@ -12,18 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from hetjax.devices.compile import compile_for
-from hetjax.devices.compiles import expected
+from hetjax.devices.compile import compile_for, expected
 from hetjax.engines.clocks import Lap
 from hetjax.reduce.layout import Layout
 from hetjax.reduce.update import Core
 from hetjax.sampling.ranges import Range
 from hetjax.sync.base import Rule
-from hetjax.sync.hogbatch.merge_rule import MOMENTUM, merge_weights, moved_batches
-from hetjax.sync.hogbatch.method import Outcome, Unreachable
-from hetjax.sync.hogbatch.rules import BatchBounds
+from hetjax.sync.hogbatch.method import Outcome, Task, Unreachable
+from hetjax.sync.hogbatch.rules import MOMENTUM, BatchBounds, merge_weights, moved_batches
 from hetjax.sync.hogbatch.shared_model import compile_updates, run_update
-from hetjax.sync.hogbatch.task import Task
 
 Tree = Any
 

@@ -15,8 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from hetjax.devices.compile import compile_for
-from hetjax.devices.compiles import expected
+from hetjax.devices.compile import compile_for, expected
 from hetjax.devices.workers import device_kind
 from hetjax.reduce.layout import HOST_SLOTS, Layout, Parts
 from hetjax.reduce.transports import apply_where_finite

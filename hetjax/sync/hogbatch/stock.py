@@ -11,8 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import jax
 import numpy as np
 
-from hetjax.data.feed import Order, fetch_positions
-from hetjax.data.rows import Rows
+from hetjax.data.feed import Order, Rows, fetch_positions
 from hetjax.data.source import Batch, Source
 from hetjax.sampling.ranges import Range
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from hetjax.history import Record
 from hetjax.reduce.layout import Layout, Report
-from hetjax.sync.hogbatch.task import Finished, Update
+from hetjax.sync.hogbatch.method import Finished, Update
 
 
 class Sums:

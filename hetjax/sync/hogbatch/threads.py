@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator
 
 from hetjax.engines.clocks import Hold, Lap, no_hold
 from hetjax.sync.hogbatch.coordinator import Coordinator
-from hetjax.sync.hogbatch.task import Finished, News, Task
+from hetjax.sync.hogbatch.method import Finished, News, Task
 
 TICK = 0.05  # seconds between two looks at the workers
 GRACE = 0.4  # seconds that tasks on their way get when somebody asks for the end

@@ -18,15 +18,14 @@ from hetjax.history import History, Record
 from hetjax.recorder import Recorder
 from hetjax.reduce.update import State
 from hetjax.sampling.ranges import RangePool
+from hetjax.sync.base import Job
 from hetjax.sync.hogbatch.coordinator import Coordinator
-from hetjax.sync.hogbatch.method import Method
-from hetjax.sync.hogbatch.rate import Rate
+from hetjax.sync.hogbatch.method import Back, Finished, Lost, Method, Moment, News, Task, Update
+from hetjax.sync.hogbatch.scaling import Rate
 from hetjax.sync.hogbatch.stock import Stock
 from hetjax.sync.hogbatch.tally import Tally
-from hetjax.sync.hogbatch.task import Back, Finished, Lost, Moment, News, Task, Update
 from hetjax.sync.hogbatch.threads import Pause, Threads
 from hetjax.sync.hogbatch.virtual import Schedule, VirtualTime
-from hetjax.sync.job import Job
 
 log = logging.getLogger("hetjax")
 

@@ -13,7 +13,7 @@ import numpy as np
 from hetjax.engines.clocks import Lap
 from hetjax.simulation.speeds import Simulation, constant
 from hetjax.sync.hogbatch.coordinator import Coordinator
-from hetjax.sync.hogbatch.task import News, Task
+from hetjax.sync.hogbatch.method import News, Task
 
 _ROW_TIME = 1e-3  # virtual seconds of one row at speed 1
 

@@ -16,9 +16,9 @@ from hetjax import Chunked, Trainer
 from hetjax.devices.workers import Workers
 from hetjax.sync.allreduce import AllReduce
 from hetjax.sync.daso import Daso
-from hetjax.sync.daso.blend import terms
-from hetjax.sync.daso.notes import Notes, from_words
-from hetjax.sync.daso.places import in_one_process
+from hetjax.sync.daso.averaging import terms
+from hetjax.sync.daso.exchange import Notes, from_words
+from hetjax.sync.daso.node import in_one_process
 
 COUNTS, SIZES = [4, 1, 2, 1], [2, 1, 1]
 

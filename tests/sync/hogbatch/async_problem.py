@@ -8,7 +8,7 @@ import optax
 
 from hetjax import Chunked, Trainer
 from hetjax.sampling.order import Sampler
-from hetjax.sync.hogbatch.merge_rule import merge_weights
+from hetjax.sync.hogbatch.rules import merge_weights
 
 RATE = 0.1
 

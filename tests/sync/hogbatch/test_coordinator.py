@@ -8,8 +8,8 @@ from hetjax.engines.clocks import Lap
 from hetjax.sampling.ranges import RangePool
 from hetjax.sync.hogbatch.coordinator import Coordinator
 from hetjax.sync.hogbatch.immediate import Immediate
-from hetjax.sync.hogbatch.rate import Rate
-from hetjax.sync.hogbatch.task import Back, Finished, Lost
+from hetjax.sync.hogbatch.method import Back, Finished, Lost
+from hetjax.sync.hogbatch.scaling import Rate
 
 LAP = Lap((), 4, 0.0, 1.0)
 

@@ -28,8 +28,8 @@ from hetjax.sampling.ranges import Range
 from hetjax.sync import AdaptiveHogbatch, AdaptiveSgd, Hogbatch
 from hetjax.sync.hogbatch import Schedule
 from hetjax.sync.hogbatch.immediate import Immediate
-from hetjax.sync.hogbatch.merge_rule import moved_batches
-from hetjax.sync.hogbatch.task import Task
+from hetjax.sync.hogbatch.method import Task
+from hetjax.sync.hogbatch.rules import moved_batches
 from hetjax.zoo.tasks import make_task
 
 UNEQUAL = Schedule(seed=3, speeds=(1.0, 4.0, 2.0))

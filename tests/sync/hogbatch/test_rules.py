@@ -3,10 +3,7 @@
 import numpy as np
 import pytest
 
-from hetjax.sync.hogbatch.batch_rule import adapted_batch
-from hetjax.sync.hogbatch.merge_rule import merge_weights, moved_batches
-from hetjax.sync.hogbatch.rate_scale import rate_scale
-from hetjax.sync.hogbatch.rules import BatchBounds
+from hetjax.sync.hogbatch.rules import BatchBounds, adapted_batch, merge_weights, moved_batches, rate_scale
 
 BOUNDS = BatchBounds(np.array([8, 16]), np.array([64, 256]))
 

@@ -15,9 +15,9 @@ from hetjax.sampling.ranges import Range
 from hetjax.simulation.speeds import constant
 from hetjax.sync import AdaptiveHogbatch, AdaptiveSgd, Hogbatch
 from hetjax.sync.hogbatch import threads
-from hetjax.sync.hogbatch.merge_rule import moved_batches
 from hetjax.sync.hogbatch.merged import Merged
-from hetjax.sync.hogbatch.task import Task
+from hetjax.sync.hogbatch.method import Task
+from hetjax.sync.hogbatch.rules import moved_batches
 from hetjax.sync.hogbatch.threads import Pause, Threads
 
 FAMILY = [Hogbatch, AdaptiveHogbatch, AdaptiveSgd]

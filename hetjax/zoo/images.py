@@ -1,17 +1,88 @@
-"""A small residual network in the CIFAR form: three stages of basic blocks (depth 6n + 2).
+"""Small image models: a multi-layer perceptron, a convolutional network and a residual network.
+
+A multi-layer perceptron on flattened inputs.
+
+A small convolutional network for images of 4x4 pixels and more.
+
+A small residual network in the CIFAR form: three stages of basic blocks (depth 6n + 2).
 
 K. He, X. Zhang, S. Ren, J. Sun: Deep Residual Learning for Image Recognition, CVPR 2016, section 4.2.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import jax
 from flax import nnx
 
-from hetjax.zoo.group_norm import GroupNorm
-from hetjax.zoo.precision import Compute, wide
+from hetjax.zoo.layers import Compute, Dropout, GroupNorm, max_pool, wide
+
+
+class MLP(nnx.Module):
+    """Dense layers with relu; works on one input of `input_shape` or on any number of them stacked in front."""
+
+    def __init__(
+        self,
+        input_shape: Sequence[int],
+        classes: int,
+        *,
+        hidden: Sequence[int] = (256, 256),
+        dropout: float = 0.0,
+        dtype: Compute = None,
+        rngs: nnx.Rngs,
+    ):
+        self.axes = len(input_shape)
+        sizes = [math.prod(input_shape), *hidden]
+        self.layers = nnx.List([nnx.Linear(a, b, dtype=dtype, rngs=rngs) for a, b in pairwise(sizes)])
+        self.dropout = Dropout(dropout)
+        self.head = nnx.Linear(sizes[-1], classes, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: jax.Array, *, rngs: nnx.Rngs | None = None) -> jax.Array:
+        x = x.reshape(*x.shape[: x.ndim - self.axes], -1)
+        for layer in self.layers:
+            x = self.dropout(jax.nn.relu(layer(x)), rngs)
+        return wide(self.head(x))
+
+
+class CNN(nnx.Module):
+    """For each width a 3x3 convolution, relu and 2x2 max-pooling; then a hidden dense layer and the logits.
+
+    Works on one image [height, width, channels] or on any number of them stacked in front.
+    """
+
+    def __init__(
+        self,
+        input_shape: Sequence[int],
+        classes: int,
+        *,
+        widths: Sequence[int] = (32, 64),
+        hidden: int = 128,
+        dropout: float = 0.0,
+        dtype: Compute = None,
+        rngs: nnx.Rngs,
+    ):
+        height, width, channels = input_shape
+        shrink = 2 ** len(widths)
+        if height < shrink or width < shrink:
+            raise ValueError(
+                f"Images of {height}x{width} pixels are too small for a CNN that halves them {len(widths)} times: give "
+                f"at least {shrink}x{shrink}, fewer widths, or use the mlp."
+            )
+        sizes = [channels, *widths]
+        self.convs = nnx.List([nnx.Conv(a, b, (3, 3), dtype=dtype, rngs=rngs) for a, b in pairwise(sizes)])
+        self.dense = nnx.Linear((height // shrink) * (width // shrink) * sizes[-1], hidden, dtype=dtype, rngs=rngs)
+        self.dropout = Dropout(dropout)
+        self.head = nnx.Linear(hidden, classes, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: jax.Array, *, rngs: nnx.Rngs | None = None) -> jax.Array:
+        for conv in self.convs:
+            x = max_pool(jax.nn.relu(conv(x)))
+        x = jax.nn.relu(self.dense(x.reshape(*x.shape[:-3], -1)))
+        return wide(self.head(self.dropout(x, rngs)))
+
 
 # norm(features, dtype=..., rngs=...) makes a layer that is called with x [..., height, width, features] alone.
 NormFactory = Callable[..., Callable[[jax.Array], jax.Array]]
