@@ -4,7 +4,7 @@
 
 Two workers whose simulated speeds are 1:4, 1:16 and 1:64 train a small MLP on the digits and on a made-up set with few
 non-zero features: synchronous with equal counts, synchronous and balanced, hogbatch, adaptive-hogbatch, adaptive-sgd.
-All see the same samples in the same order with the same learning rate. Told are the utilisation of the less busy
+All see the same samples in the same order with the same learning rate. Told are the utilization of the less busy
 worker, updates and their share per worker, and the seconds and samples until the loss over the whole training set is
 below a target (medians of the seeds). The evaluation runs beside the training and is not charged. Some 20 minutes.
 
@@ -99,18 +99,18 @@ def least_seconds(ratio: float) -> float:
 def told(sync: str, history: History, there: ToTarget) -> dict[str, Any]:
     """The figures of one run."""
     if history.more:
-        utilisation, share, updates = (history.more[key] for key in ("utilisation", "update_share", "updates"))
+        utilization, share, updates = (history.more[key] for key in ("utilization", "update_share", "updates"))
     else:  # all workers take part in every update
         kept = history.records[len(history.records) // 3 :]  # the controller has to see a step first
         times = np.array([record.times_W for record in kept])
-        utilisation = (np.nansum(times, axis=0) / sum(record.step_time for record in kept)).tolist()
+        utilization = (np.nansum(times, axis=0) / sum(record.step_time for record in kept)).tolist()
         share, updates = [0.5, 0.5], len(history.records)
     return {
-        "utilisation": min(utilisation),
+        "utilization": min(utilization),
         "time_to_target_s": there.seconds,
         "samples_to_target": there.samples,
         "update_share": share,
-        "utilisation_per_worker": utilisation,
+        "utilization_per_worker": utilization,
         "updates": updates,
         "overruns": history.overruns,
         "step_time": float(np.median([record.step_time for record in history.records])),
@@ -142,7 +142,7 @@ def bench(problem: Problem, ratios: list[str], seeds: int, say: Callable[[str], 
                     state = trainer.init(problem.params(seed))
                     _, history = trainer.fit(state, source, steps=steps, hooks=[hook])
                     found[ratio][sync].append(told(sync, history, hook) | uncharged)
-                    seconds, busy = hook.seconds or np.nan, found[ratio][sync][-1]["utilisation"]
+                    seconds, busy = hook.seconds or np.nan, found[ratio][sync][-1]["utilization"]
                     say(f"{ratio} {sync}, seed {seed}: target after {seconds:.1f} s, busy {busy:.1%}")
                 if sync == "equal":
                     found[ratio][sync] = as_balanced(found[ratio][sync][0], found[ratio]["balanced"])
@@ -187,7 +187,7 @@ def table(name: str, found: dict[str, dict[str, Any]], console: Console) -> None
             shown.add_row(
                 ratio if sync == SYNCS[0] else "",
                 sync,
-                f"{figures['utilisation']:.1%}",
+                f"{figures['utilization']:.1%}",
                 "not reached" if seconds is None else f"{seconds:.1f}",
                 "–" if samples is None else f"{samples:,.0f}",
                 f"{figures['updates']:.0f}",

@@ -34,7 +34,7 @@ from rich.table import Table
 from benches.controller_traces import DISTURBED, QUIET, recovery  # isort: skip
 from hetjax.planning.controllers import Balanced, Observation, make
 from hetjax.planning.limits import Limits
-from hetjax.planning.simulator import Run, Trace, best_times, simulate
+from hetjax.planning.simulator import SimulatedRun, Trace, best_times, simulate
 
 COLUMNS: dict[str, tuple[str, dict[str, Any]]] = {
     "equal": ("equal", {}),
@@ -60,7 +60,7 @@ class Args:
     json: Path | None = None
     """Where to write the results as JSON."""
     figure: Path | None = None
-    """Where to write the figure (PNG): controllers by traces coloured by regret, and time lines of one trace."""
+    """Where to write the figure (PNG): controllers by traces colored by regret, and time lines of one trace."""
     timeline: str = "step"
     """The trace of the time lines."""
     seed_base: int = 0
@@ -90,7 +90,7 @@ class Score:
     late_changes: int  # after the first 200 steps
 
 
-def judge(run: Run, oracle_T: np.ndarray, best_T: np.ndarray, delay: int) -> Score:
+def judge(run: SimulatedRun, oracle_T: np.ndarray, best_T: np.ndarray, delay: int) -> Score:
     first = 1 + delay
     unsettled_T = np.flatnonzero(run.mean_times_T > 1.05 * best_T)
     settled = int(unsettled_T[-1]) + 1 if len(unsettled_T) else 0
@@ -104,11 +104,11 @@ def judge(run: Run, oracle_T: np.ndarray, best_T: np.ndarray, delay: int) -> Sco
     )
 
 
-def oracle_run(trace: Trace, eps_TxW: np.ndarray, late: int) -> Run:
+def oracle_run(trace: Trace, eps_TxW: np.ndarray, late: int) -> SimulatedRun:
     counts_TxW, best_T = best_times(trace, late)
     times_T = np.array([(trace.mean_times(k, counts_TxW[k]) * eps_TxW[k]).max() for k in range(trace.steps)])
     changed_T = np.concatenate([[False], np.any(counts_TxW[1:] != counts_TxW[:-1], axis=1)])
-    return Run(times_T, best_T, changed_T, counts_TxW)
+    return SimulatedRun(times_T, best_T, changed_T, counts_TxW)
 
 
 def bench(job: tuple[str, int, int]) -> tuple[str, int, dict[int, dict[str, Score]]]:

@@ -29,7 +29,7 @@ from training.takeover import CHECKPOINTS, Takeover, sole_use
 from hetjax import checkpoint, report
 from hetjax.environment import RESTART, STARTED
 from hetjax.fleet.agree import Disagreement, gather, same
-from hetjax.fleet.distributed import initialise, leave
+from hetjax.fleet.distributed import initialize, leave
 from hetjax.history import History
 from hetjax.interrupt import stop_on_signals
 from hetjax.launch import heartbeat
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = read_config(arguments)
         setup.check_flags(config)
         asked = config.processes
-        place = initialise(asked.coordinator, asked.processes, asked.process, start_limit=asked.start_limit)
+        place = initialize(asked.coordinator, asked.processes, asked.process, start_limit=asked.start_limit)
         console.quiet = not place.first
         run(config, place.processes, heartbeat.from_environment(), console)
     except Stopped as stopped:
@@ -188,10 +188,10 @@ def train(
         devices=devices,
         speeds=simulation,
         capacity=setup.whole_numbers("--capacity", config.workers.capacity),
-        ema_decay=config.optimiser.ema,
+        ema_decay=config.optimizer.ema,
         seed=config.output.seed,
-        on_nonfinite=config.optimiser.on_nonfinite,
-        max_skips=config.optimiser.max_skips,
+        on_nonfinite=config.optimizer.on_nonfinite,
+        max_skips=config.optimizer.max_skips,
     )
     left = lambda state: (steps - state.step) if steps else (epochs * len(task.train) - state.cursor)
     with trainer, stop_on_signals(trainer.stop) as interrupt:
@@ -258,7 +258,7 @@ def beginning(config: Config, trainer: Trainer, fresh: State, folder: Path) -> t
     found = checkpoint.restore_latest(folder / CHECKPOINTS, fresh, trainer) if config.output.resume else None
     if found is None:
         return fresh, {}
-    if config.optimiser.schedule == "cosine":
+    if config.optimizer.schedule == "cosine":
         saved = configs.with_values(config, found.extra.get("config", {}))
         was, now = setup.length(saved), setup.length(config)
         output.warn_of_new_length(was, now, found.state.step)

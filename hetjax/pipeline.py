@@ -18,18 +18,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from hetjax.engines.clocks import Lap
+from hetjax.engines.clocks import LocalResult
 from hetjax.engines.session import Session
 from hetjax.fleet.agree import Disagreement
 from hetjax.planning.controllers.base import Observation
-from hetjax.reduce.layout import MANY, Report
-from hetjax.reduce.transports import Reduce, own_slots
+from hetjax.reduce.base import Reduce, own_slots
+from hetjax.reduce.layout import MANY, StepReport
 from hetjax.reduce.update import State
 from hetjax.sampling.order import PlannedStep
 from hetjax.simulation.speeds import Simulation
 
 Tree = Any
-Finished = tuple[PlannedStep, Report]
+Finished = tuple[PlannedStep, StepReport]
 
 
 @dataclass
@@ -50,7 +50,7 @@ class _Running:
     """A step whose local phases have been started."""
 
     step: PlannedStep
-    futures: list[Future[Lap]]
+    futures: list[Future[LocalResult]]
     timed: bool  # as far as that was known when it started
     left: int  # Requests.left when it started: what is asked for later is about a later step
 
@@ -145,7 +145,7 @@ class Pipeline:
                 f"the last call returned (after step {self.next})."
             )
 
-    def phases(self, packed: Any) -> list[Lap]:
+    def phases(self, packed: Any) -> list[LocalResult]:
         """Run the local phases alone, without a sum: for measurements. The step that runs is ended first."""
         self.complete()
         return self.session.clocks.wait(self.session.engine.start(self.replicas, packed))
@@ -169,7 +169,7 @@ class Pipeline:
             self.learn(Observation(counts_W, step.work_W, np.round(times_W, 6), epoch, step.number))
         return step, report
 
-    def _slots(self, running: _Running, laps: Sequence[Lap]) -> list[list[float]]:
+    def _slots(self, running: _Running, laps: Sequence[LocalResult]) -> list[list[float]]:
         plan, timed = running.step.plan, running.timed and not self.session.engine.compiling
         stop, save = self.requests.stop, self.requests.take_save()
         return [

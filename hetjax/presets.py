@@ -48,9 +48,9 @@ PRESETS: dict[str, Strategy] = {
     "rcd-sgd": Strategy(
         "static",
         "submodular",
-        "decentralised",
+        "decentralized",
         sync_options={"mix_every": 2},
-        idea="blocks that stand for the whole, parameters mixed with the neighbours' (arXiv 2211.00839)",
+        idea="blocks that stand for the whole, parameters mixed with the neighbors' (arXiv 2211.00839)",
     ),
     "daso": Strategy(
         "balanced", sync="daso", idea="every step inside a node, seldom and late between nodes (arXiv 2104.05588)"
@@ -112,6 +112,8 @@ def choose(
     """
     if strategy is not None and strategy not in PRESETS:
         raise ValueError(f"There is no strategy {strategy!r}. Choose one of {', '.join(PRESETS)}.")
+    if isinstance(sync, str):
+        sync = syncs.current_name(sync)
     alone = _is(sync, lambda name: not syncs.REGISTRY[name].stepped if name in syncs.REGISTRY else False)
     blocks = isinstance(partition, Blocks) or partition == "submodular"
     base = PRESETS[strategy or ("equal" if alone else "static" if blocks else "balanced")]

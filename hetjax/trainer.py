@@ -22,10 +22,9 @@ from hetjax.data.memory import as_source
 from hetjax.data.source import Source, fetch
 from hetjax.engines import EngineSpec
 from hetjax.fleet.agree import digest, same
-from hetjax.history import History, Record
+from hetjax.history import History, Hook, Record, Recorder
 from hetjax.pipeline import LiveState
 from hetjax.planning.controllers.base import Controller
-from hetjax.recorder import Hook, Recorder
 from hetjax.reduce.optimizer import check_params
 from hetjax.reduce.update import State, checked
 from hetjax.sampling.blocks import Blocks
@@ -341,7 +340,7 @@ class Trainer:
         """Ask for a checkpoint: all processes find it in the record of the same step (`Record.save`)."""
         self.step.requests.save = True
 
-    def remember(self, state: State) -> dict[str, Any]:
+    def state_dict(self, state: State) -> dict[str, Any]:
         """What a run is made of beside its state, as plain JSON values: a checkpoint holds both."""
         return {
             "batch_size": self.batch_size,
@@ -351,8 +350,8 @@ class Trainer:
             "order": self._order if self._sampler is None else self._sampler.state_dict(state.cursor),
         }
 
-    def recall(self, saved: Mapping[str, Any], state: State) -> State:
-        """Go on from what `remember` gave: the state for the next `fit`. Workers, controller and sync may be others."""
+    def load_state_dict(self, saved: Mapping[str, Any], state: State) -> State:
+        """Restore what `state_dict` returned and return the state for the next `fit`. Workers may differ."""
         for name, mine in (("batch_size", self.batch_size), ("seed", self.seed)):
             if saved[name] != mine:
                 raise ValueError(
@@ -363,7 +362,7 @@ class Trainer:
         if saved["controller"].get("controller") == self.controller.name and not others:
             self.controller.load_state_dict(saved["controller"])  # another one starts with what it sees
         self._sampler, self._order = None, saved["order"]
-        if saved["sync"]["name"] == self.sync.name:
+        if syncs.current_name(saved["sync"]["name"]) == self.sync.name:
             self.sync.load_state_dict(saved["sync"]["state"])
             return state
         return syncs.make(saved["sync"]["name"]).answer(state)

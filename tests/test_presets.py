@@ -39,14 +39,14 @@ def test_fixed_blocks_go_with_fixed_counts():
     chosen = choose(partition="submodular")
     assert (chosen.name, chosen.controller.name, chosen.sync.name) == ("static", "static", "allreduce")
     chosen = choose("rcd-sgd")
-    assert (chosen.controller.name, chosen.partition, chosen.sync.name) == ("static", "submodular", "decentralised")
+    assert (chosen.controller.name, chosen.partition, chosen.sync.name) == ("static", "submodular", "decentralized")
     assert chosen.sync.mix_every == 2
 
 
 def test_options_of_the_sync_come_from_its_signature():
-    made = choose(sync="decentralised", faithful=True, sync_options={"mix_every": 3, "topology": None}).sync
-    assert (made.name, made.mix_every, made.faithful, made.topology) == ("decentralised", 3, True, "ring")
-    assert options_of(sync.Decentralised) == ["topology", "mix_every", "matcha_budget", "faithful"]
+    made = choose(sync="decentralized", faithful=True, sync_options={"mix_every": 3, "topology": None}).sync
+    assert (made.name, made.mix_every, made.faithful, made.topology) == ("decentralized", 3, True, "ring")
+    assert options_of(sync.Decentralized) == ["topology", "mix_every", "matcha_budget", "faithful"]
     assert {"dead_zone", "staleness_bound", "replay"} <= set(options_of(sync.AdaptiveHogbatch))
 
 
@@ -81,7 +81,7 @@ REFUSED = [
         ({"controller": "dbs", "partition": "proportional", "every": 5}, "once an epoch"),
         ({"controller": "balanced", "faithful": True}, "weighs all samples alike"),
         ({"controller": "balanced", "every": 5}, "no cadence"),
-        ({"sync_options": {"mix_every": 2}}, "option of the sync decentralised, not of 'allreduce'"),
+        ({"sync_options": {"mix_every": 2}}, "option of the sync decentralized, not of 'allreduce'"),
         ({"strategy": "adaptive-sgd", "sync_options": {"staleness_bound": 2}}, "not of 'adaptive-sgd'"),
     ],
 )

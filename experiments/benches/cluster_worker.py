@@ -18,14 +18,14 @@ import numpy as np
 import optax
 
 from hetjax.fleet.agree import gather
-from hetjax.fleet.distributed import initialise, leave
+from hetjax.fleet.distributed import initialize, leave
 from hetjax.history import History, Record
 from hetjax.planning import controllers
 from hetjax.planning.controllers.base import Controller
 from hetjax.reduce.update import State
 from hetjax.trainer import Trainer
 from hetjax.zoo.layers import max_pool
-from hetjax.zoo.losses import classification
+from hetjax.zoo.tasks import classification
 
 
 def init_cnn(hidden: int, seed: int = 0) -> dict[str, np.ndarray]:
@@ -118,7 +118,7 @@ def main() -> None:
     orders = json.loads(sys.argv[1])
     everywhere = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(everywhere)})  # XLA makes a thread for each core it may use: one will do here
-    here = initialise(wait_limit=120)
+    here = initialize(wait_limit=120)
     jax.devices()
     for thread in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(thread), everywhere)

@@ -10,9 +10,9 @@ import sys
 from itertools import pairwise
 from typing import Any
 
-from hetjax.fleet.distributed import initialise, leave
+from hetjax.fleet.distributed import initialize, leave
 
-place = initialise(start_limit=120)
+place = initialize(start_limit=120)
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
@@ -27,7 +27,7 @@ from hetjax.sync.allreduce import AllReduce  # noqa: E402
 from hetjax.sync.daso import Daso  # noqa: E402
 from hetjax.sync.daso.averaging import bytes_sent  # noqa: E402
 from hetjax.trainer import Trainer  # noqa: E402
-from hetjax.zoo.losses import classification  # noqa: E402
+from hetjax.zoo.tasks import classification  # noqa: E402
 
 LAYERS = (784, 1024, 256, 10)  # 1,068,810 parameters
 

@@ -6,11 +6,11 @@ run time  five minutes on two busy cores
 expected  test accuracy 0.88 after three epochs
 """
 
-from training.configs import Config, Data, Method, Model, Optimiser
+from training.configs import Config, Data, Method, Model, Optimizer
 
 CONFIG = Config(
     data=Data(dataset="idx:/usr/share/datasets/fashion-mnist", batch_size=512, epochs=3),
     model=Model(model="cnn", width=16, dtype="bfloat16"),
-    optimiser=Optimiser(ema=0.99, learning_rate=3e-3),
+    optimizer=Optimizer(ema=0.99, learning_rate=3e-3),
     method=Method(strategy="balanced"),
 )

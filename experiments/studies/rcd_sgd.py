@@ -1,11 +1,11 @@
-"""RCD-SGD's claim, tested: do submodular blocks make decentralised SGD reach a loss sooner than random ones?
+"""RCD-SGD's claim, tested: do submodular blocks make decentralized SGD reach a loss sooner than random ones?
 
     python experiments/studies/rcd_sgd.py --json rcd_sgd.json
     python experiments/studies/rcd_sgd.py --quick
     python experiments/studies/rcd_sgd.py --dataset idx:/usr/share/datasets/fashion-mnist
 
 Workers of unequal simulated speed, each with a fixed block of the training samples and a batch in proportion to its
-speed, train by decentralised SGD on a ring (--topology). Blocks: random, class-balanced, submodular by facility
+speed, train by decentralized SGD on a ring (--topology). Blocks: random, class-balanced, submodular by facility
 location or graph cut, mixed every F = 1 or 2 steps; then the published and other selection rules at F = 2. As F = 2
 alone halves the communication, every line is compared with random blocks at the SAME F, seed by seed.
 
@@ -49,7 +49,7 @@ from hetjax.devices.fake import fake_devices
 from hetjax.report import write_json
 from hetjax.sampling.blocks import Blocks
 from hetjax.simulation.speeds import Simulation, constant
-from hetjax.sync import AllReduce, Decentralised, Sync
+from hetjax.sync import AllReduce, Decentralized, Sync
 from hetjax.trainer import Trainer
 from hetjax.zoo.tasks import Task, make_task
 
@@ -160,7 +160,7 @@ def run(args: Args, line: Line, task: Task, blocks: Blocks, test: Callable[[Any]
     rates = speeds(args)
     sync: Sync = AllReduce()
     if line.every:
-        sync = Decentralised(args.topology, line.every, args.matcha_budget, args.faithful)
+        sync = Decentralized(args.topology, line.every, args.matcha_budget, args.faithful)
     steps_per_epoch = -(-len(task.train) // args.batch_size)
     simulation = Simulation(constant(rates), row_time=args.row_time / 1e3)
     snapshots = Snapshots(max(1, steps_per_epoch // 4))
@@ -191,7 +191,7 @@ def run(args: Args, line: Line, task: Task, blocks: Blocks, test: Callable[[Any]
 def sent(sync: Sync, workers: int, steps: int, seed: int) -> float:
     """How often a worker has sent its parameters, or gradients, on average; in a sum over all 2 (N - 1) / N times."""
     by_sum = 2 * (workers - 1) / workers
-    if not isinstance(sync, Decentralised):
+    if not isinstance(sync, Decentralized):
         return by_sum * steps
     mixing = sync.mixing(workers)
     if mixing.everybody:

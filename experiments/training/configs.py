@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from hetjax.presets import CONTROLLERS, PARTITIONS, PRESETS, SYNCS
+from hetjax.sync import current_name
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 DESCRIPTION = """Train a model on devices of unequal speed, all of them kept busy.
@@ -60,7 +61,7 @@ class Model:
     """what is trained"""
 
     model: Literal["mlp", "cnn", "resnet", "transformer"] = "cnn"
-    """resnet normalises; transformer wants --dataset text"""
+    """resnet normalizes; transformer wants --dataset text"""
     width: Whole = None
     """width of the layers (of the first ones, where it doubles); each model has its own default"""
     dropout: Number = None
@@ -74,7 +75,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Optimiser:
+class Optimizer:
     """how it learns"""
 
     optimizer: Literal["adamw", "adam", "sgd", "lion"] = "adamw"
@@ -128,14 +129,18 @@ class Method:
     every: Annotated[str | None, _shown("STEPS|epoch")] = None
     """when the published laws act; each preset has its paper's cadence"""
     faithful: bool = False
-    """as published, biases included: gradients weighed (dp, edp, dbs, decentralised), nodes averaged (daso;
+    """as published, biases included: gradients weighed (dp, edp, dbs, decentralized), nodes averaged (daso;
     not its local skip, which throws steps away, nor bfloat16 in place of the parameters), rates (hogbatch family)"""
     mix_every: Whole = None
-    """decentralised: steps from one mixing of the parameters to the next (1; rcd-sgd: 2)"""
+    """decentralized: steps from one mixing of the parameters to the next (1; rcd-sgd: 2)"""
     topology: Annotated[str | None, _shown("ring|complete|FILE")] = None
-    """decentralised: who mixes with whom; FILE (.json or .npy) holds the doubly stochastic matrix, row by row"""
+    """decentralized: who mixes with whom; FILE (.json or .npy) holds the doubly stochastic matrix, row by row"""
     matcha_budget: Number = None
-    """decentralised: MATCHA, with this share of the topology's links used on average, e.g. 0.5"""
+    """decentralized: MATCHA, with this share of the topology's links used on average, e.g. 0.5"""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.sync, str):
+            object.__setattr__(self, "sync", current_name(self.sync))
 
 
 @dataclass(frozen=True)
@@ -236,7 +241,7 @@ class Config:
     """start from a named experiment of experiments/configs (or a file like them); flags win over it"""
     data: Data = field(default_factory=Data)
     model: Model = field(default_factory=Model)
-    optimiser: Optimiser = field(default_factory=Optimiser)
+    optimizer: Optimizer = field(default_factory=Optimizer)
     workers: Workers = field(default_factory=Workers)
     method: Method = field(default_factory=Method)
     hierarchy: Hierarchy = field(default_factory=Hierarchy)
@@ -325,7 +330,7 @@ def _kinds(kind: Any) -> list[str]:
 
 def check_same_run(saved: Config, now: Config, folder: Path) -> None:
     """A resumed run may move to other devices, be longer or shared out otherwise, but stays the same training."""
-    kept = [f.name for part in (Data, Model, Optimiser) for f in dataclasses.fields(part)] + ["seed"]
+    kept = [f.name for part in (Data, Model, Optimizer) for f in dataclasses.fields(part)] + ["seed"]
     before, after = saved.flat(), now.flat()
     for name in kept:
         if name not in ("epochs", "steps", "on_nonfinite", "max_skips") and before[name] != after[name]:

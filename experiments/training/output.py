@@ -22,7 +22,7 @@ from hetjax.presets import Choice
 from hetjax.reduce.update import State
 
 log = logging.getLogger("hetjax")
-SAME_STEPS = 10  # later the optimiser has blown up the rounding of sums in another order
+SAME_STEPS = 10  # later the optimizer has blown up the rounding of sums in another order
 
 
 def quiet_logs(console: Console, debug: bool) -> None:

@@ -1,4 +1,4 @@
-"""What the flags of train.py mean: the devices and their speeds, the task, the optimiser, the strategy."""
+"""What the flags of train.py mean: the devices and their speeds, the task, the optimizer, the strategy."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def make_task_of(config: Config) -> Task:
 
 def check_flags(config: Config) -> None:
     """Refuse numbers that make no sense, and a folder that is none, before anything is made of them."""
-    data, learns = config.data, config.optimiser
+    data, learns = config.data, config.optimizer
     for flag, value, least, most in (
         ("--batch-size", data.batch_size, 1, MOST_SAMPLES),
         ("--steps", data.steps, 1, MOST_STEPS),
@@ -136,7 +136,7 @@ def total_steps(config: Config, samples: int) -> int:
 
 def optimizer(config: Config, steps: int, *, scheduled: bool = True) -> optax.GradientTransformation:
     """`scheduled`: not for a sync that follows the schedule by itself (see `schedule`)."""
-    asked, rate = config.optimiser, learning_rate(config)
+    asked, rate = config.optimizer, learning_rate(config)
     schedule: Any = rate
     if asked.schedule == "cosine" and scheduled:
         schedule = optax.warmup_cosine_decay_schedule(0.0, rate, max(1, steps // 10), max(2, steps))
@@ -150,8 +150,8 @@ def optimizer(config: Config, steps: int, *, scheduled: bool = True) -> optax.Gr
 
 
 def schedule(config: Config, steps: int) -> Callable[[float], float] | None:
-    """The optimiser's schedule as a factor on the rate by step, for syncs whose updates are no steps."""
-    if config.optimiser.schedule == "constant":
+    """The optimizer's schedule as a factor on the rate by step, for syncs whose updates are no steps."""
+    if config.optimizer.schedule == "constant":
         return None
     rise, end = max(1, steps // 10), max(2, steps)
 
@@ -211,7 +211,7 @@ def whole_numbers(flag: str, text: str | None) -> Any:
 
 def learning_rate(config: Config) -> float:
     """As given, or what suits the model with Adam."""
-    given = config.optimiser.learning_rate
+    given = config.optimizer.learning_rate
     return given if given is not None else LEARNING_RATES[config.model.model]
 
 

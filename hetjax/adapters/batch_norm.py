@@ -1,4 +1,4 @@
-"""Batch normalisation whose result does not depend on how the batch was split.
+"""Batch normalization whose result does not depend on how the batch was split.
 
 Statistics are taken over fixed groups of G consecutive samples of the GLOBAL batch (sync='groups'); chunks and slices
 consist of whole groups, so any split gives the same numbers. Only a short last group is masked. sync='exact' takes
@@ -67,8 +67,8 @@ def batch_statistics(x: jax.Array, sync: str) -> tuple[jax.Array, jax.Array]:
             total, count = SyncAxis.current().sum(jax.lax.psum((total, count), GROUPS))
         return total / jnp.maximum(count, 1)
 
-    centre = mean(x)
-    return centre, mean(jnp.square(x - centre))
+    center = mean(x)
+    return center, mean(jnp.square(x - center))
 
 
 def _check(sync: str, group: int) -> None:
@@ -78,7 +78,7 @@ def _check(sync: str, group: int) -> None:
         raise ValueError(f"A group of {group} has no statistics: use at least 2 samples, 16 by default.")
 
 
-def _normalise(
+def _normalize(
     x: jax.Array, mean: jax.Array, var: jax.Array, scale: Any, bias: Any, epsilon: float, dtype: Any
 ) -> jax.Array:
     return ((x - mean) * jax.lax.rsqrt(var + epsilon) * scale + bias).astype(dtype or x.dtype)
@@ -109,7 +109,7 @@ class BatchNorm(nnx.Module):
         else:
             mean, var = batch_statistics(x, self.sync)
             self.mean[...], self.var[...] = mean, var
-        return _normalise(x, mean, var, self.scale[...], self.bias[...], self.epsilon, self.dtype)
+        return _normalize(x, mean, var, self.scale[...], self.bias[...], self.epsilon, self.dtype)
 
 
 class LinenBatchNorm(linen.Module):
@@ -130,8 +130,8 @@ class LinenBatchNorm(linen.Module):
         scale = self.param("scale", linen.initializers.ones, features)
         bias = self.param("bias", linen.initializers.zeros, features)
         if self.use_running_average or self.is_initializing():
-            centre, spread = mean.value, var.value
+            center, spread = mean.value, var.value
         else:
-            centre, spread = batch_statistics(x, self.sync)
-            mean.value, var.value = centre, spread
-        return _normalise(x, centre, spread, scale, bias, self.epsilon, self.dtype)
+            center, spread = batch_statistics(x, self.sync)
+            mean.value, var.value = center, spread
+        return _normalize(x, center, spread, scale, bias, self.epsilon, self.dtype)

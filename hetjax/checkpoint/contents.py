@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from hetjax.checkpoint.folder import Damaged, check
-from hetjax.checkpoint.form import FORMAT, NewerFormat, check_run
-from hetjax.checkpoint.snapshot import Snapshot
+from hetjax.checkpoint.format import FORMAT, NewerFormat, check_run
+from hetjax.checkpoint.snapshot import RunSnapshot
 
 
 def load() -> None:
@@ -109,14 +109,14 @@ def _as_os_error(error: Exception) -> Exception:
 _RUN, _ARRAYS = "run.json", "arrays"
 
 
-def fill(folder: Path, snapshot: Snapshot) -> None:
+def fill(folder: Path, snapshot: RunSnapshot) -> None:
     stored = {_name(place): array for place, array in enumerate(snapshot.arrays) if array.size}
     write_arrays(folder / _ARRAYS, stored)
     kinds = [[array.dtype.name, array.shape] for array in snapshot.arrays]  # Orbax takes no empty arrays
     (folder / _RUN).write_text(json.dumps({"format": FORMAT, "kinds": kinds, **snapshot.run}), encoding="utf-8")
 
 
-def read(path: Path) -> Snapshot:
+def read(path: Path) -> RunSnapshot:
     """A checkpoint, if every byte of it is as it was written and it holds what a checkpoint holds.
 
     Raises:
@@ -137,7 +137,7 @@ def read(path: Path) -> Snapshot:
         for array, (dtype, shape) in zip(arrays, kinds, strict=True):
             if array.dtype != jnp.dtype(dtype) or list(array.shape) != shape:
                 raise ValueError(f"an array is {array.dtype}{list(array.shape)}, expected {dtype}{shape}")
-        return Snapshot(arrays, run, str(path))
+        return RunSnapshot(arrays, run, str(path))
     except NewerFormat as error:
         raise NewerFormat(f"The checkpoint {path} cannot be read: {error}.") from None
     except Exception as error:  # whole, and yet nothing that this version can read

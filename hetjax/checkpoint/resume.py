@@ -15,8 +15,7 @@ import numpy as np
 
 from hetjax.checkpoint.contents import read
 from hetjax.checkpoint.folder import Damaged, stored
-from hetjax.checkpoint.processes import from_first
-from hetjax.checkpoint.snapshot import Snapshot, rebuild
+from hetjax.checkpoint.snapshot import RunSnapshot, from_first, rebuild
 from hetjax.fleet.agree import gather
 from hetjax.reduce.update import State
 
@@ -24,24 +23,24 @@ log = logging.getLogger("hetjax")
 _PASSED_OVER = "%s Trying the checkpoint before it."
 
 
-class Recalls(Protocol):
+class Restorable(Protocol):
     """A trainer, as far as going on is concerned."""
 
-    def recall(self, saved: Mapping[str, Any], state: State) -> State: ...
+    def load_state_dict(self, saved: Mapping[str, Any], state: State) -> State: ...
 
 
 @dataclass(frozen=True)
-class Found:
+class Restored:
     """Where to go on: the state, and what the caller had added to the checkpoint."""
 
     state: State
     extra: Mapping[str, Any]
 
 
-def restore(path: str | Path, like: State, trainer: Recalls) -> Found:
+def restore(path: str | Path, like: State, trainer: Restorable) -> Restored:
     """The run in a checkpoint; the trainer goes on from where it was.
 
-    `like` is a fresh state of the same model and optimiser (`trainer.init`). The workers and processes, their number
+    `like` is a fresh state of the same model and optimizer (`trainer.init`). The workers and processes, their number
     and the controller may be others. With several processes all call this; only the first one needs the files.
     """
     path = Path(path).resolve()
@@ -50,7 +49,7 @@ def restore(path: str | Path, like: State, trainer: Recalls) -> Found:
     return _resumed(snapshot, like, trainer)
 
 
-def restore_latest(folder: str | Path, like: State, trainer: Recalls) -> Found | None:
+def restore_latest(folder: str | Path, like: State, trainer: Restorable) -> Restored | None:
     """The run in the newest checkpoint of a folder that is whole, with a warning about each that is not.
 
     None where the folder holds no checkpoint at all. One of a newer format is refused, not passed over. See `restore`.
@@ -66,12 +65,12 @@ def restore_latest(folder: str | Path, like: State, trainer: Recalls) -> Found |
     return None
 
 
-def _resumed(snapshot: Snapshot, like: State, trainer: Recalls) -> Found:
+def _resumed(snapshot: RunSnapshot, like: State, trainer: Restorable) -> Restored:
     """The same on all processes: where one of them cannot use the snapshot, none does."""
     found, cause = None, None
     try:
         state = rebuild(snapshot, like)
-        found = Found(trainer.recall(snapshot.run["trainer"], state), snapshot.run["extra"])
+        found = Restored(trainer.load_state_dict(snapshot.run["trainer"], state), snapshot.run["extra"])
     except (KeyError, IndexError, TypeError, AttributeError) as error:  # what does not belong to `like` is a ValueError
         cause = error
     causes = [said for said in gather(cause and f"{type(cause).__name__}: {cause}") if said is not None]
@@ -80,7 +79,7 @@ def _resumed(snapshot: Snapshot, like: State, trainer: Recalls) -> Found:
     return found
 
 
-def _newest_whole(folder: Path, unusable: Sequence[str]) -> Snapshot | None:
+def _newest_whole(folder: Path, unusable: Sequence[str]) -> RunSnapshot | None:
     paths = stored(folder)
     for path in reversed(paths):
         if str(path) in unusable:
@@ -94,7 +93,7 @@ def _newest_whole(folder: Path, unusable: Sequence[str]) -> Snapshot | None:
     return None
 
 
-def _for_all(read_here: Callable[[], Snapshot | None]) -> Snapshot | None:
+def _for_all(read_here: Callable[[], RunSnapshot | None]) -> RunSnapshot | None:
     """What the first process reads, on all processes; its error is an error on all."""
     if jax.process_count() == 1:
         return read_here()
@@ -116,10 +115,10 @@ def _for_all(read_here: Callable[[], Snapshot | None]) -> Snapshot | None:
     if told["run"] is None:
         return None
     arrays = [_shared(array, *kind) for array, kind in _pairs(snapshot, told["kinds"])]
-    return Snapshot(arrays, told["run"], told["origin"])
+    return RunSnapshot(arrays, told["run"], told["origin"])
 
 
-def _pairs(snapshot: Snapshot | None, kinds: list[Any]) -> list[tuple[np.ndarray | None, Any]]:
+def _pairs(snapshot: RunSnapshot | None, kinds: list[Any]) -> list[tuple[np.ndarray | None, Any]]:
     arrays: list[Any] = [None] * len(kinds) if snapshot is None else list(snapshot.arrays)
     return list(zip(arrays, kinds, strict=True))
 

@@ -16,26 +16,26 @@ from hetjax.arguments import whole
 from hetjax.checkpoint.contents import fill, load
 from hetjax.checkpoint.folder import prepare, write
 from hetjax.checkpoint.lock import FolderLock
-from hetjax.checkpoint.snapshot import Snapshot, take
+from hetjax.checkpoint.snapshot import RunSnapshot, take
 from hetjax.history import History, Record
 from hetjax.reduce.update import State
 
 log = logging.getLogger("hetjax")
 
 
-class Remembers(Protocol):
+class Saveable(Protocol):
     """A trainer, as far as saving is concerned."""
 
-    def remember(self, state: State) -> dict[str, Any]: ...
+    def state_dict(self, state: State) -> dict[str, Any]: ...
 
     def ask_to_save(self) -> None: ...
 
 
 def save(
-    folder: str | Path, state: State, trainer: Remembers, extra: Mapping[str, Any] | None = None, keep: int = 2
+    folder: str | Path, state: State, trainer: Saveable, extra: Mapping[str, Any] | None = None, keep: int = 2
 ) -> Path | None:
     """Write a checkpoint now and forget all but the last `keep`; its path. With several processes all call this."""
-    snapshot = take(state, trainer.remember(state), extra or {})
+    snapshot = take(state, trainer.state_dict(state), extra or {})
     if snapshot is None:
         return None
     folder = Path(folder).resolve()
@@ -66,7 +66,7 @@ class Saver:
     def __init__(
         self,
         folder: str | Path,
-        trainer: Remembers,
+        trainer: Saveable,
         *,
         steps: int | None = None,
         seconds: float | None = None,
@@ -103,14 +103,14 @@ class Saver:
         at = state.step, state.cursor
         if self._begun == at:
             return
-        snapshot = take(state, self.trainer.remember(state), self.extra(record))
+        snapshot = take(state, self.trainer.state_dict(state), self.extra(record))
         self._last_time, self._begun = time.monotonic(), at
         self._finish()
         if snapshot is not None:
             self._writing = threading.Thread(target=self._write, args=(snapshot, state.step), daemon=True)
             self._writing.start()
 
-    def _write(self, snapshot: Snapshot, step: int) -> None:
+    def _write(self, snapshot: RunSnapshot, step: int) -> None:
         try:
             self.last = write(self.folder, self._lock, step, partial(fill, snapshot=snapshot), self.keep)
         except Exception as error:

@@ -95,7 +95,7 @@ def _distance(a: object, b: object, start: object) -> float:
     return float(np.linalg.norm(flat(a) - flat(b)) / np.linalg.norm(flat(b) - flat(start)))
 
 
-class _Said(logging.Handler):
+class _LogLines(logging.Handler):
     """Log lines as plain lines of a console."""
 
     def __init__(self, console: Console):
@@ -109,7 +109,7 @@ class _Said(logging.Handler):
 @contextmanager
 def _log_shown(console: Console) -> Iterator[None]:
     """What hetjax says about its engine and the ladder that fits into memory, on the console."""
-    log, handler = logging.getLogger("hetjax"), _Said(console)
+    log, handler = logging.getLogger("hetjax"), _LogLines(console)
     before = log.level
     log.addHandler(handler)
     log.setLevel(logging.INFO)

@@ -2,7 +2,7 @@
 
 from hetjax.data.catalog import digits_source, load, synthetic_source
 from hetjax.data.files import idx_source, npz_source
-from hetjax.data.memory import MemorySource, labelled_images
+from hetjax.data.memory import MemorySource, labeled_images
 from hetjax.data.source import Batch, Description, RowSource, Source, fetch
 from hetjax.data.text import TextSource, text_source
 
@@ -16,7 +16,7 @@ __all__ = [
     "digits_source",
     "fetch",
     "idx_source",
-    "labelled_images",
+    "labeled_images",
     "load",
     "npz_source",
     "synthetic_source",

@@ -2,7 +2,7 @@
 
 The 1,797 handwritten digits of 8x8 pixels that scikit-learn carries: real data without a download.
 
-Made-up labelled images of any size: one prototype per class plus noise, so a model can learn them.
+Made-up labeled images of any size: one prototype per class plus noise, so a model can learn them.
 
 Datasets by name: the words that --dataset understands.
 """
@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from hetjax.data.files import idx_source, npz_source
-from hetjax.data.memory import MemorySource, labelled_images
-from hetjax.data.source import RowSource
-from hetjax.data.split import check_split, stratified
+from hetjax.data.memory import MemorySource, labeled_images
+from hetjax.data.source import RowSource, check_split, stratified
 from hetjax.data.text import text_source
 
 
@@ -27,7 +26,7 @@ def digits_source(split: str = "train") -> MemorySource:
     bunch = load_digits()
     image = np.round(bunch.images * (255 / 16)).astype(np.uint8)  # the files hold 0 to 16
     keep = stratified(bunch.target, split)
-    return labelled_images(image[keep], bunch.target[keep], 10, name="digits")
+    return labeled_images(image[keep], bunch.target[keep], 10, name="digits")
 
 
 def synthetic_source(
@@ -54,7 +53,7 @@ def synthetic_source(
         part = slice(start, start + 1024)
         blurred = prototypes[label[part]] + noise * rng.standard_normal((len(label[part]), *shape), np.float32)
         image[part] = np.clip(blurred * 255, 0, 255)
-    return labelled_images(image, label, classes, name="synthetic")
+    return labeled_images(image, label, classes, name="synthetic")
 
 
 SPECS = "digits | synthetic | idx:DIR | npz:FILE | text | text:FILE | tfds:NAME"

@@ -34,7 +34,7 @@ class Rows:
     def block(self, start: int, size: int) -> Tree:
         """`size` rows from position `start`. Beyond the end the last row is repeated: real rows, never zeros.
 
-        A block may reach into the neighbour's samples; they are masked there, and a view costs no copy.
+        A block may reach into the neighbor's samples; they are masked there, and a view costs no copy.
         """
         at, have = start - self.origin, self.stop - self.origin
         if at >= 0 and at + size <= have:

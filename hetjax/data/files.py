@@ -15,9 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hetjax.data.memory import MemorySource, check_labels, labelled_images
-from hetjax.data.source import Description
-from hetjax.data.split import check_split, stratified
+from hetjax.data.memory import MemorySource, check_labels, labeled_images
+from hetjax.data.source import Description, check_split, stratified
 
 _DTYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 _PREFIX = {"train": "train", "test": "t10k"}
@@ -47,7 +46,7 @@ def read_idx(path: str | Path) -> np.ndarray:
 
 
 def idx_source(folder: str | Path, split: str = "train", *, classes: int | None = None) -> MemorySource:
-    """Labelled images from a folder with train-images..., train-labels..., t10k-images... and t10k-labels... files.
+    """Labeled images from a folder with train-images..., train-labels..., t10k-images... and t10k-labels... files.
 
     The number of classes is the largest training label plus one unless it is given.
     """
@@ -74,7 +73,7 @@ def idx_source(folder: str | Path, split: str = "train", *, classes: int | None 
         train_label = label if split == "train" else read_idx(_find(folder, "train", "labels"))
         classes = int(train_label.max(initial=0)) + 1
     check_labels(label, classes, str(label_file))
-    return labelled_images(image, label, classes, name=folder.resolve().name, origin=str(image_file))
+    return labeled_images(image, label, classes, name=folder.resolve().name, origin=str(image_file))
 
 
 def _content(path: Path) -> bytes:
@@ -106,7 +105,7 @@ _PAIRS = (("x", "y"), ("image", "label"), ("images", "labels"))
 
 
 def npz_source(file: str | Path, split: str = "train", *, classes: int | None = None) -> MemorySource:
-    """Labelled inputs from the arrays x_train, y_train, x_test and y_test, or from x and y (or image and label).
+    """Labeled inputs from the arrays x_train, y_train, x_test and y_test, or from x and y (or image and label).
 
     Without separate test arrays a fixed fifth of every label is the test split. uint8 inputs are scaled to [0, 1],
     others are taken as they are. The number of classes is the largest training label plus one unless it is given.
@@ -137,7 +136,7 @@ def npz_source(file: str | Path, split: str = "train", *, classes: int | None = 
         check_labels(label, classes, str(path))
     if keep is not None:
         image, label = image[keep], label[keep]
-    return labelled_images(image, label, classes, name=path.stem, origin=str(path))
+    return labeled_images(image, label, classes, name=path.stem, origin=str(path))
 
 
 def npz_samples(file: str | Path) -> MemorySource:
@@ -153,7 +152,7 @@ def npz_samples(file: str | Path) -> MemorySource:
         target = arrays.get(y)
         if target is not None and np.issubdtype(target.dtype, np.integer):
             break
-        checked = labelled_images(
+        checked = labeled_images(
             arrays[x], np.zeros(arrays[x].shape[:1], np.int32), 1, name=path.stem, origin=str(path)
         )
         samples = {"image": checked.arrays["image"]}

@@ -63,7 +63,7 @@ def as_source(source: Source | Mapping[str, np.ndarray]) -> Source:
     return source
 
 
-def labelled_images(
+def labeled_images(
     image: np.ndarray, label: np.ndarray, classes: int, *, name: str, origin: str = "the arrays"
 ) -> MemorySource:
     """A source of inputs and labels, checked; `origin` is the file that an error should name.

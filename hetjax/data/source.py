@@ -1,4 +1,4 @@
-"""What a source of samples is, and how rows are fetched from any source."""
+"""What a source of samples is, how rows are fetched from any source, and a fixed split for data without one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -121,3 +121,25 @@ def _keys(sample: Any) -> str:
 
 def _form(leaf: np.ndarray) -> str:
     return f"{leaf.dtype} of shape {leaf.shape}"
+
+
+Split = Literal["train", "test"]
+
+
+def check_split(split: str) -> None:
+    if split not in ("train", "test"):
+        raise ValueError(f"There is no split {split!r}: ask for 'train' or 'test'.")
+
+
+def stratified(labels: np.ndarray, split: str, *, test_share: float = 0.2, seed: int = 0) -> np.ndarray:
+    """Sorted indices of one side of a split that gives every label the same share of test samples.
+
+    Depends on nothing but the labels, the share and the seed. A label with one sample trains.
+    """
+    check_split(split)
+    rng = np.random.default_rng(seed)
+    test = np.zeros(len(labels), bool)
+    for label in np.unique(labels):
+        members = rng.permutation(np.flatnonzero(labels == label))
+        test[members[: int(len(members) * test_share + 0.5) if len(members) > 1 else 0]] = True
+    return np.flatnonzero(test if split == "test" else ~test)

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hetjax.data.source import Description, RowSource
-from hetjax.data.split import check_split
+from hetjax.data.source import Description, RowSource, check_split
 
 
 class TextSource(RowSource):

@@ -11,13 +11,13 @@ digest of its key and content: what is torn, garbled or renamed is not loaded.
 
 Compile a program once per KIND of device, and once for all processes and restarts of a run.
 
-jit compiles once per device: eight fake CPU devices pay eight times. A compiled program can be serialised and loaded
+jit compiles once per device: eight fake CPU devices pay eight times. A compiled program can be serialized and loaded
 for another device of the same kind in milliseconds, in this process or, by way of a `ProgramStore`, in any other. JAX's
 public loader only knows the devices the program was compiled for, so this file uses its private unpickler; nothing else
 does, and where it fails each device compiles for itself.
 
 JAX's own persistent cache does not do this: only process 0 writes to it, and on a CPU an entry is for one device. It
-can be used beside this one. A program that came out of it cannot be serialised again, so it is neither shared nor
+can be used beside this one. A program that came out of it cannot be serialized again, so it is neither shared nor
 stored. The bytes that are stored and loaded are always those of the process that compiled.
 """
 
@@ -220,7 +220,7 @@ def _compile_or_load(
     try:
         blob = _serialize(program)
     except Exception as error:
-        log.info("A compiled program cannot be serialised (%s).", error)
+        log.info("A compiled program cannot be serialized (%s).", error)
         return program, None
     if store is not None and key:
         store.write(key, blob)
@@ -234,7 +234,7 @@ def _serialize(program: Any) -> bytes:
 
 
 def _load(blob: bytes, lowered: Any, devices: Sequence[jax.Device]) -> Any:
-    """A serialised program on these devices; one for a single device goes to whichever is given."""
+    """A serialized program on these devices; one for a single device goes to whichever is given."""
     from jax._src.lib import xla_client
     from jax.experimental import serialize_executable
 

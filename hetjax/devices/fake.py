@@ -46,7 +46,7 @@ def fake_devices(count: int | None = None) -> list[jax.Device]:
 def devices_of_all(count: int | None = None, spare: int = 0) -> list[jax.Device]:
     """The devices of several processes, those of each one after the other: the first `count` of each, or all.
 
-    Where a process has only a CPU, that is one device unless told. Comes after `hetjax.fleet.distributed.initialise`.
+    Where a process has only a CPU, that is one device unless told. Comes after `hetjax.fleet.distributed.initialize`.
     `spare`: so many CPU devices more in each process, which are not among those returned.
     """
     said = _ask_for(None if count is None else count + spare, 1 + spare)

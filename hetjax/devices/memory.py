@@ -13,7 +13,7 @@ import jax
 from hetjax.devices.workers import Workers
 
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of a container, v2 and v1
-SAFE_SHARE = 0.9  # allocators need room; other buffers (optimiser, next batch) live beside the program
+SAFE_SHARE = 0.9  # allocators need room; other buffers (optimizer, next batch) live beside the program
 
 
 def available(device: jax.Device, sharing: int | None = None) -> int | None:

@@ -1,6 +1,6 @@
 """Three engines for the local phase behind one interface."""
 
-from hetjax.engines.base import Engine, Program, Replicas
+from hetjax.engines.base import Engine, Program
 from hetjax.engines.chunked import ChunkedEngine
 from hetjax.engines.specs import ENGINES, Auto, Chunked, EngineSpec, Looped, Masked, Site, as_spec
 from hetjax.engines.spmd import LoopedEngine, MaskedEngine
@@ -17,7 +17,6 @@ __all__ = [
     "Masked",
     "MaskedEngine",
     "Program",
-    "Replicas",
     "Site",
     "as_spec",
 ]

@@ -13,21 +13,13 @@ import numpy as np
 
 from hetjax.data.feed import Rows
 from hetjax.devices.workers import Workers
-from hetjax.engines.clocks import Lap
+from hetjax.engines.clocks import LocalResult
 from hetjax.planning.limits import Limits
+from hetjax.reduce.base import Replicas
 from hetjax.reduce.layout import Parts
 from hetjax.sampling.order import Span
 
 Tree = Any
-
-
-@dataclass(frozen=True)
-class Replicas:
-    """Parameters and model state as this process's workers read them in one step."""
-
-    leaves_w: list[list[jax.Array]]  # on each worker's own device; leaves, because trees are slow to take apart
-    ready_w: list[jax.Array]  # an array of each worker that is ready when its leaves are
-    on_mesh: Callable[[], Tree]  # the same as global arrays, for engines that are one program over all workers
 
 
 @dataclass(frozen=True)
@@ -80,7 +72,7 @@ class Engine(Protocol):
         """Lay out the rows of a coming step; done while the step before runs."""
         ...
 
-    def start(self, replicas: Replicas, packed: Any) -> list[Future[Lap]]:
+    def start(self, replicas: Replicas, packed: Any) -> list[Future[LocalResult]]:
         """Start the local phase of this process's workers."""
         ...
 

@@ -21,12 +21,13 @@ from hetjax.adapters.contract import control
 from hetjax.data.feed import Rows
 from hetjax.devices.compile import compile_for, expected
 from hetjax.devices.workers import Workers, device_kind
-from hetjax.engines.base import Program, Replicas
-from hetjax.engines.clocks import Clocks, Lap
+from hetjax.engines.base import Program
+from hetjax.engines.clocks import Clocks, LocalResult
 from hetjax.engines.ladder import Ladder
 from hetjax.fleet.agree import gather
 from hetjax.planning.ladder_costs import PriceList, common_rungs, geometric_rungs
 from hetjax.planning.limits import Limits
+from hetjax.reduce.base import Replicas
 from hetjax.reduce.layout import Parts
 from hetjax.sampling.order import Span
 
@@ -217,11 +218,11 @@ class ChunkedEngine:
             done += rung
         return chunks
 
-    def start(self, replicas: Replicas, packed: list[list[Chunk]]) -> list[Future[Lap]]:
+    def start(self, replicas: Replicas, packed: list[list[Chunk]]) -> list[Future[LocalResult]]:
         work = zip(packed, replicas.leaves_w, replicas.ready_w, strict=True)
         return self.clocks.start([partial(self.phase, k, *parts) for k, parts in enumerate(work)])
 
-    def phase(self, k: int, chunks: list[Chunk], leaves: list[jax.Array], ready: jax.Array) -> Lap:
+    def phase(self, k: int, chunks: list[Chunk], leaves: list[jax.Array], ready: jax.Array) -> LocalResult:
         """The local phase of local worker k alone, on the calling thread, with these parameters on its device."""
         device = self.devices[k]
         programs = self.ladders[device_kind(device)].programs

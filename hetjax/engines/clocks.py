@@ -26,7 +26,7 @@ def no_hold(worker: int, rows: int, began: float) -> None:
 
 
 @dataclass(frozen=True)
-class Lap:
+class LocalResult:
     """One worker's local phase: its sums, the rows it computed, and when it began and ended."""
 
     parts: Parts
@@ -48,18 +48,18 @@ class Clocks:
         self.wait_limit = wait_limit
         self._pool = ThreadPoolExecutor(max(1, len(workers.local)), thread_name_prefix="hetjax-worker")
 
-    def start(self, phases: Sequence[Callable[[], Lap]]) -> list[Future[Lap]]:
+    def start(self, phases: Sequence[Callable[[], LocalResult]]) -> list[Future[LocalResult]]:
         """Start the local phases of this process's workers."""
         return [self._pool.submit(phase) for phase in phases]
 
-    def lap(self, k: int, rows: int, began: float, parts: Parts) -> Lap:
+    def lap(self, k: int, rows: int, began: float, parts: Parts) -> LocalResult:
         """The end of a phase of local worker k: wait for its sums, and hold it back if its speed is simulated."""
         jax.block_until_ready(parts)
         if rows:
             self.hold(self.workers.local[k], rows, began)
-        return Lap(parts, rows, began, time.perf_counter())
+        return LocalResult(parts, rows, began, time.perf_counter())
 
-    def wait(self, futures: Sequence[Future[Lap]]) -> list[Lap]:
+    def wait(self, futures: Sequence[Future[LocalResult]]) -> list[LocalResult]:
         """All laps; whoever does not come within the limit is named."""
         deadline = time.monotonic() + self.wait_limit
         laps = []

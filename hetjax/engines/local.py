@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from hetjax.adapters.contract import Example, Objective, example_keys, valid_rows
 from hetjax.adapters.sync_axis import SyncAxis
-from hetjax.reduce.layout import Layout, Parts, Sums
+from hetjax.reduce.layout import Layout, Parts, StepSums
 from hetjax.reduce.optimizer import trainable, with_trained
 
 Tree = Any
@@ -47,7 +47,7 @@ def train_sums(objective: Objective, layout: Layout) -> RowSums:
             return _masked_sum(told.loss_b, mask_b, layout.dtype), (told, state_sums)
 
         grads, (told, state_sums) = jax.grad(total_loss, has_aux=True)(trainable(params))
-        return layout.pack(Sums(grads, state_sums, **_scalars(told, mask_b, layout.dtype)))
+        return layout.pack(StepSums(grads, state_sums, **_scalars(told, mask_b, layout.dtype)))
 
     return sums
 
@@ -58,7 +58,7 @@ def eval_sums(objective: Objective, layout: Layout) -> RowSums:
     def sums(params: Tree, model_state: Tree, rows: Tree, ctl: jax.Array) -> Parts:
         rows, mask_b = valid_rows(rows, ctl)
         told, _ = objective(params, model_state, rows, example_keys(ctl, len(mask_b)), mask_b)
-        return layout.pack(Sums((), (), **_scalars(told, mask_b, layout.dtype)))
+        return layout.pack(StepSums((), (), **_scalars(told, mask_b, layout.dtype)))
 
     return sums
 

@@ -28,9 +28,10 @@ from hetjax.adapters.sync_axis import SyncAxis
 from hetjax.data.feed import Rows
 from hetjax.devices.compile import compile_over, expected
 from hetjax.devices.workers import AXIS, Workers
-from hetjax.engines.base import Program, Replicas
-from hetjax.engines.clocks import Clocks, Lap
+from hetjax.engines.base import Program
+from hetjax.engines.clocks import Clocks, LocalResult
 from hetjax.planning.limits import Limits
+from hetjax.reduce.base import Replicas
 from hetjax.reduce.layout import Parts
 from hetjax.sampling.order import Span
 
@@ -105,7 +106,7 @@ class Spmd:
         wide = jax.tree.map(lambda *parts: self.workers.from_host(parts), *blocks)
         return [self._work(int(counts_W[i])) for i in local], wide, self.workers.from_host(ctls)
 
-    def start(self, replicas: Replicas, packed: tuple[list[int], Tree, jax.Array]) -> list[Future[Lap]]:
+    def start(self, replicas: Replicas, packed: tuple[list[int], Tree, jax.Array]) -> list[Future[LocalResult]]:
         rows_of, rows, ctl = packed
         jax.block_until_ready(replicas.ready_w)  # a call on busy CPU devices would block until it is over, unseen
         began = time.perf_counter()

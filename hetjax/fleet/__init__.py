@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hetjax.fleet.distributed import Place, initialise, leave
+    from hetjax.fleet.distributed import ProcessInfo, initialize, leave
 
-__all__ = ["Place", "initialise", "leave"]
+__all__ = ["ProcessInfo", "initialize", "leave"]
 
 
 def __getattr__(name: str) -> Any:

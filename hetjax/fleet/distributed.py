@@ -1,7 +1,7 @@
 """Several processes as one run: where to meet, who is who, and how to leave; all of it by `jax.distributed`.
 
-    here = initialise()                                             # launcher, srun, mpirun, Kubernetes, Cloud TPU
-    here = initialise("host0:29500", processes=4, process=1)        # by hand, on every host
+    here = initialize()                                             # launcher, srun, mpirun, Kubernetes, Cloud TPU
+    here = initialize("host0:29500", processes=4, process=1)        # by hand, on every host
 
 Comes before the first use of JAX's devices. A single process needs nothing and gets nothing. What can go wrong while
 processes find each other is said in a sentence within seconds, where JAX itself would wait for minutes or abort.
@@ -37,7 +37,7 @@ _SILENT = 5.0  # seconds of waiting about which nothing is said
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessInfo:
     """Which process this is, of how many, and how that was found out."""
 
     process: int = 0
@@ -51,7 +51,7 @@ class Place:
         return self.process == 0
 
 
-def initialise(
+def initialize(
     coordinator: str | None = None,
     processes: int | None = None,
     process: int | None = None,
@@ -60,7 +60,7 @@ def initialise(
     start_limit: float = 60.0,
     wait_limit: float = 600.0,
     heartbeat_limit: float = 20.0,
-) -> Place:
+) -> ProcessInfo:
     """Join the other processes, if there are any; called once, before JAX's devices are used.
 
     coordinator      HOST:PORT where process 0 is met; all processes give the same
@@ -79,7 +79,7 @@ def initialise(
     if not 0 < start_limit < math.inf:
         raise ValueError(f"The limit on the start is {start_limit} s: give more than 0, such as 60.")
     if jax.distributed.is_initialized():
-        raise RuntimeError("initialise() was called before: once is enough, at the start of the program.")
+        raise RuntimeError("initialize() was called before: once is enough, at the start of the program.")
     _limit_collectives(wait_limit)
     assert place.coordinator is not None
     bind = bind or os.environ.get(BIND)
@@ -110,24 +110,24 @@ def initialise(
 
 def find_place(
     coordinator: str | None, processes: int | None, process: int | None, environment: Mapping[str, str]
-) -> Place:
+) -> ProcessInfo:
     """Who this process is, by arguments, then by the launcher's variables, then by the cluster it runs in."""
     source = _BY_HAND[1] if coordinator is None and processes is None and process is None else _BY_HAND[0]
     coordinator = environment.get(COORDINATOR) if coordinator is None else coordinator
     processes = _whole(environment, PROCESSES) if processes is None else processes
     process = _whole(environment, PROCESS) if process is None else process
     if processes == 1:
-        return Place()
+        return ProcessInfo()
     if None in (coordinator, processes, process) and (cluster := detected_cluster(environment)) is not None:
         source = cluster.name or cluster.__name__
         processes = cluster.get_process_count() if processes is None else processes
         if processes == 1:
-            return Place()
+            return ProcessInfo()
         process = cluster.get_process_id() if process is None else process
         if coordinator is None:
             coordinator = cluster.get_coordinator_address(60, environment.get("JAX_COORDINATOR_PORT"))
     if coordinator is None and processes is None and process is None:
-        return Place()
+        return ProcessInfo()
     missing = [
         name
         for name, value in (("coordinator", coordinator), ("processes", processes), ("process", process))
@@ -143,7 +143,7 @@ def find_place(
     if not 0 <= process < processes:
         raise ValueError(f"Process {process} of {processes}: processes are numbered from 0 to {processes - 1}.")
     split_address(coordinator)
-    return Place(process, processes, coordinator, source)
+    return ProcessInfo(process, processes, coordinator, source)
 
 
 def detected_cluster(environment: Mapping[str, str]) -> Any:
@@ -247,7 +247,7 @@ def _gloo_on(host: str) -> None:
     register_backend_factory("cpu", make, priority=0, fail_quietly=False)
 
 
-def _agree_on_number(place: Place, limit: float) -> None:
+def _agree_on_number(place: ProcessInfo, limit: float) -> None:
     """All compare with process 0 how many they think there are: JAX would wait for those that nobody started."""
     from jax._src.distributed import global_state
 
@@ -267,7 +267,7 @@ def _agree_on_number(place: Place, limit: float) -> None:
 
 
 @contextmanager
-def _said_when_slow(what: str, place: Place) -> Iterator[None]:
+def _said_when_slow(what: str, place: ProcessInfo) -> Iterator[None]:
     """Tells once for what the body waits, if it waits for long."""
     told = f"Process {place.process} waits {what}."
     timer = threading.Timer(_SILENT, print, (told,), {"file": sys.stderr, "flush": True})
@@ -282,7 +282,7 @@ def _said_when_slow(what: str, place: Place) -> Iterator[None]:
 class _impatience:
     """Ends the program with a sentence if the body takes longer than the limit: JAX's connect cannot be interrupted."""
 
-    def __init__(self, place: Place, limit: float):
+    def __init__(self, place: ProcessInfo, limit: float):
         self.place, self.limit = place, limit
         self.timer = threading.Timer(limit, self._end)
         self.timer.daemon = True

@@ -115,7 +115,7 @@ class Listener:
 
 
 @dataclass
-class Pulse:
+class HangDetector:
     """What was heard of one process, and when; times are the launcher's own clock, in seconds.
 
     A process that never gave a sign is not held to the limits: its program may not have a heartbeat. But one that

@@ -1,6 +1,6 @@
 """The launcher: starts a program several times on this machine as one run, and starts it again where that was asked.
 
-Every process learns from its environment who it is (see `variables`), and `hetjax.fleet.initialise` does the rest. When
+Every process learns from its environment who it is (see `variables`), and `hetjax.fleet.initialize` does the rest. When
 it is started again, HETJAX_RESTART counts the times and --resume is added to the program's arguments.
 """
 
@@ -21,12 +21,12 @@ from hetjax.launch import options as flags
 from hetjax.launch.guard import Guard
 from hetjax.launch.heartbeat import Listener
 from hetjax.launch.options import Options
-from hetjax.launch.output import wants_colour
+from hetjax.launch.output import wants_color
 from hetjax.launch.placement import cores_for, gpus_here, shares_of_gpus
 from hetjax.launch.quotas import (
+    CgroupRoot,
     CpuQuota,
     Disturbance,
-    Home,
     QuotasRefused,
     Throttle,
     find_home,
@@ -51,7 +51,7 @@ def launch(options: Options, program: Sequence[str]) -> int:
     if cores_P is not None or disturbances:
         home = _find_home(cores_P or disturbances[0].cores_P, program)
         remove_stale(home)
-    run = _Run(options, command, cores_P or (None,) * options.processes, disturbances, home)
+    run = _Launch(options, command, cores_P or (None,) * options.processes, disturbances, home)
     with ExitStack() as stack:
         run.signals = stack.enter_context(Signals())
         run.guard = Guard()
@@ -64,7 +64,7 @@ def launch(options: Options, program: Sequence[str]) -> int:
         return run.attempts()
 
 
-class _Run:
+class _Launch:
     """One call of the launcher, over all its attempts."""
 
     signals: Signals
@@ -77,7 +77,7 @@ class _Run:
         command: Sequence[str],
         cores_P: Sequence[float | None],
         disturbances: Sequence[Disturbance],
-        home: Home | None,
+        home: CgroupRoot | None,
     ):
         self.options, self.command, self.cores_P = options, command, cores_P
         self.disturbances, self.home, self.began = disturbances, home, time.time()
@@ -142,7 +142,7 @@ class _Run:
                 self.guard,
                 throttle,
                 self._say,
-                wants_colour(sys.stdout.buffer),
+                wants_color(sys.stdout.buffer),
             )
             return team.run()
 
@@ -206,7 +206,7 @@ def _address(options: Options, wait: bool = False) -> tuple[str, str]:
             return f"{shown[host]}:{port}", bind
 
 
-def _find_home(cores_P: Sequence[float], program: Sequence[str]) -> Home:
+def _find_home(cores_P: Sequence[float], program: Sequence[str]) -> CgroupRoot:
     try:
         return find_home()
     except QuotasRefused as refused:

@@ -8,12 +8,12 @@ from typing import IO
 _COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red
 
 
-class Lines:
+class PrefixedOutput:
     """Collects the bytes of one process's stream and passes whole lines on."""
 
-    def __init__(self, process: int, to: IO[bytes], coloured: bool):
+    def __init__(self, process: int, to: IO[bytes], colored: bool):
         mark = f"[{process}]"
-        self._mark = (f"\x1b[{_COLOURS[process % len(_COLOURS)]}m{mark}\x1b[0m " if coloured else f"{mark} ").encode()
+        self._mark = (f"\x1b[{_COLOURS[process % len(_COLOURS)]}m{mark}\x1b[0m " if colored else f"{mark} ").encode()
         self._to = to
         self._rest = b""
 
@@ -29,5 +29,5 @@ class Lines:
             self.feed(b"\n")
 
 
-def wants_colour(stream: IO[bytes]) -> bool:
+def wants_color(stream: IO[bytes]) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

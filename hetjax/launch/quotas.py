@@ -41,14 +41,14 @@ class QuotasRefused(OSError):
 
 
 @dataclass(frozen=True)
-class Home:
+class CgroupRoot:
     """A group that new ones can be made in, and the version of its interface."""
 
     path: Path
     version: int
 
 
-def find_home(proc: Path = Path("/proc/self")) -> Home:
+def find_home(proc: Path = Path("/proc/self")) -> CgroupRoot:
     """The group to make groups in: this process's own under v1; under v2 the nearest that hands `cpu` on.
 
     Where none does, the nearest that can be made to. Version 2 allows no process in a group whose children have
@@ -71,7 +71,7 @@ def find_home(proc: Path = Path("/proc/self")) -> Home:
     raise QuotasRefused(f"CPU quotas cannot be set here: {why}. {HOW}")
 
 
-def _candidates(mounts: str, groups: str) -> Iterator[Home]:
+def _candidates(mounts: str, groups: str) -> Iterator[CgroupRoot]:
     own: dict[str, str] = {}
     for line in groups.splitlines():
         _, controllers, group = line.split(":", 2)
@@ -81,21 +81,21 @@ def _candidates(mounts: str, groups: str) -> Iterator[Home]:
         where = where.replace("\\040", " ")
         if kind == "cgroup" and "cpu" in options.split(",") and "cpu" in own:
             path = Path(where) / own["cpu"].lstrip("/")
-            yield Home(path if path.is_dir() else Path(where), 1)  # a container may see only its own part
+            yield CgroupRoot(path if path.is_dir() else Path(where), 1)  # a container may see only its own part
         elif kind == "cgroup2" and "" in own:
             root, here = Path(where), Path(where) / own[""].lstrip("/")
             here = here if here.is_dir() else root
             above = [path for path in (here, *here.parents) if path.is_relative_to(root)]
             able = [path for path in above if "cpu" in _words(path / "cgroup.controllers")]
             able.sort(key=lambda path: "cpu" not in _words(path / "cgroup.subtree_control"))  # as they are, if possible
-            yield from (Home(path, 2) for path in able)
+            yield from (CgroupRoot(path, 2) for path in able)
 
 
 def _words(path: Path) -> list[str]:
     return path.read_text().split()
 
 
-def _try(home: Home) -> None:
+def _try(home: CgroupRoot) -> None:
     """Make a group there and take it away; raises OSError where that is not allowed."""
     if home.version == 2:
         _hand_cpu_on(home.path)
@@ -153,7 +153,7 @@ _numbers = count()
 class CpuQuota:
     """One control group. Raises QuotasRefused, with what to do, where groups cannot be made or set."""
 
-    def __init__(self, name: str, home: Home | None = None):
+    def __init__(self, name: str, home: CgroupRoot | None = None):
         self.home = home or find_home()
         self.path = self.home.path / f"hetjax-{os.getpid()}-{next(_numbers)}-{name}"
         self.cores: float | None = None
@@ -208,7 +208,7 @@ def check_cores(cores: float | None) -> None:
         raise ValueError(f"A quota is a number of cores from 0.001 up, such as 0.5; got {cores}.")
 
 
-def remove_stale(home: Home | None = None) -> list[str]:
+def remove_stale(home: CgroupRoot | None = None) -> list[str]:
     """Remove the groups of launchers that are dead, ending what still runs in them; their names."""
     home = home or find_home()
     removed = []

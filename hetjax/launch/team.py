@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import IO
 
 from hetjax.launch.guard import Guard
-from hetjax.launch.heartbeat import Listener, Pulse, is_stopped
+from hetjax.launch.heartbeat import HangDetector, Listener, is_stopped
 from hetjax.launch.options import Options
-from hetjax.launch.output import Lines
+from hetjax.launch.output import PrefixedOutput
 from hetjax.launch.quotas import CpuQuota, Throttle, end_group
 from hetjax.launch.signals import PASSED_ON, Signals
 
@@ -54,8 +54,8 @@ class _Process:
     number: int
     popen: subprocess.Popen[bytes]
     member: Member
-    pulse: Pulse
-    streams: dict[IO[bytes], Lines]
+    pulse: HangDetector
+    streams: dict[IO[bytes], PrefixedOutput]
     code: int | None = None
     ours: bool = False  # whether we ended it
     looked: float = field(default=0.0)
@@ -76,10 +76,10 @@ class Team:
         guard: Guard,
         throttle: Throttle | None,
         say: Callable[[str], None],
-        coloured: bool = False,
+        colored: bool = False,
     ):
         self._options, self._signals, self._guard, self._throttle, self._say = options, signals, guard, throttle, say
-        self._coloured = coloured
+        self._colored = colored
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals, selectors.EVENT_READ)
         self._code, self._why, self._lost = 0, "", set[int]()
@@ -109,10 +109,10 @@ class Team:
         assert popen.stdout is not None
         assert popen.stderr is not None
         streams = {
-            popen.stdout: Lines(number, sys.stdout.buffer, self._coloured),
-            popen.stderr: Lines(number, sys.stderr.buffer, self._coloured),
+            popen.stdout: PrefixedOutput(number, sys.stdout.buffer, self._colored),
+            popen.stderr: PrefixedOutput(number, sys.stderr.buffer, self._colored),
         }
-        pulse = Pulse(self._options.silent_limit, self._options.step_limit)
+        pulse = HangDetector(self._options.silent_limit, self._options.step_limit)
         process = _Process(number, popen, member, pulse, streams)
         for stream in streams:
             os.set_blocking(stream.fileno(), False)
@@ -159,7 +159,7 @@ class Team:
             self._forget(stream)
         return True
 
-    def _pass(self, lines: Lines, data: bytes) -> None:
+    def _pass(self, lines: PrefixedOutput, data: bytes) -> None:
         """Output on its way; no data means its end."""
         if self._deaf:
             return
@@ -199,7 +199,7 @@ class Team:
             self._judge(min(self._failed, key=_causes_first))
 
     def _judge(self, process: _Process) -> None:
-        """Whose fault it was. A killed process's neighbours may lose it, and end, before it can be seen to be dead:
+        """Whose fault it was. A killed process's neighbors may lose it, and end, before it can be seen to be dead:
         so nobody is blamed for an error at once, as long as others run."""
         assert process.code is not None
         decided = process.code < 0 and process.code != -signal.SIGABRT

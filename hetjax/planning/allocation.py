@@ -1,4 +1,4 @@
-"""Exact allocation: the integer counts that minimise the largest worker time.
+"""Exact allocation: the integer counts that minimize the largest worker time.
 
 Worker i needs t_i(n) = startup_i + per_work_i * stairs_i[n] for n > 0 samples and t_i(0) = 0. Every t_i is
 non-decreasing, so with h_i(T) = max {n : t_i(n) <= T} the optimum is T* = min {T : sum_i h_i(T) >= batch}, and T* is
@@ -27,7 +27,7 @@ def solve(
     current_W: np.ndarray | None = None,
     bound_tolerance: float = 1e-3,
 ) -> Allocation:
-    """Minimise max_i t_i(n_i) subject to sum_i n_i = batch, minimum_i <= n_i <= capacity_i and the quantum.
+    """Minimize max_i t_i(n_i) subject to sum_i n_i = batch, minimum_i <= n_i <= capacity_i and the quantum.
 
     Counts are multiples of the quantum, except that the last worker with samples takes the remainder of the batch.
     The time is exactly optimal. Among allocations of that time the total time is made small greedily: surplus samples

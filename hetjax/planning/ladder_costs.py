@@ -16,7 +16,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Staircase:
-    """For every count n the cheapest cover by rungs, found by a small dynamic programme.
+    """For every count n the cheapest cover by rungs, found by a small dynamic program.
 
         price(n) = min over sets of rungs that cover n of  sum of their prices + (their number - 1) x joint
 
@@ -115,7 +115,7 @@ class PriceList:
         return replace(self, prices={**self.prices, rung: price})
 
     def guess(self, rung: int) -> float:
-        """The price of a rung not measured: on the line between its neighbours, or below all of them on the line of
+        """The price of a rung not measured: on the line between its neighbors, or below all of them on the line of
         the two smallest, but not cheaper by the row than the smallest."""
         have = sorted(self.prices)
         price = [self.prices[r] for r in have]

@@ -44,7 +44,7 @@ class Limits:
 
     `stairs[kind_W[i]][n]` is the work of n samples on worker i, in units of one sample at full batch: a non-decreasing
     table from n = 0 (work 0) to the kind's largest capacity, shared by all workers of a kind. A worker's time is
-    modelled as `startup_i + scale_i * stairs[kind_W[i]][n]`; a worker with no samples takes no time.
+    modeled as `startup_i + scale_i * stairs[kind_W[i]][n]`; a worker with no samples takes no time.
 
     Counts are multiples of `quantum`, except that the last worker with samples takes the remainder of the batch.
     """

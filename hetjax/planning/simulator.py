@@ -49,7 +49,7 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class Run:
+class SimulatedRun:
     """What happened: the time of every step, without its noise too, and when the plan changed."""
 
     times_T: np.ndarray
@@ -58,7 +58,7 @@ class Run:
     counts_TxW: np.ndarray
 
 
-def simulate(controller: Controller, trace: Trace, eps_TxW: np.ndarray, delay: int) -> Run:
+def simulate(controller: Controller, trace: Trace, eps_TxW: np.ndarray, delay: int) -> SimulatedRun:
     """Run the trace. `delay` = steps between a timing and the first plan that can use it; the trainer's is 1."""
     steps, limits = trace.steps, trace.limits
     times_T, mean_times_T, changed_T = np.zeros(steps), np.zeros(steps), np.zeros(steps, bool)
@@ -75,7 +75,7 @@ def simulate(controller: Controller, trace: Trace, eps_TxW: np.ndarray, delay: i
         waiting.append(Observation(counts_W, limits.work(counts_W), times_W, epoch, step))
         if len(waiting) > delay:
             controller.observe(waiting.pop(0))
-    return Run(times_T, mean_times_T, changed_T, counts_TxW)
+    return SimulatedRun(times_T, mean_times_T, changed_T, counts_TxW)
 
 
 def best_times(trace: Trace, late: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -34,7 +34,7 @@ MANY = 2  # batches that a process has left: 0, 1, or more than that
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Sums:
+class StepSums:
     """Sums over samples: of one block of rows, of a worker, or of the whole step."""
 
     grads: Tree
@@ -76,7 +76,7 @@ class Layout:
             math.prod(x.shape) for x, big in zip(jax.tree.leaves(self.grads), self._large, strict=True) if not big
         )
 
-    def pack(self, sums: Sums) -> Parts:
+    def pack(self, sums: StepSums) -> Parts:
         scalars = [sums.loss, sums.weight, sums.count, *(sums.metrics[name] for name in self.metrics)]
         grads = [jnp.ravel(leaf).astype(self.dtype) for leaf in jax.tree.leaves(sums.grads)]
         large = [leaf for leaf, big in zip(grads, self._large, strict=True) if big]
@@ -97,7 +97,7 @@ class Layout:
         weight, cut = weight.astype(self.dtype), self._small_grads
         return (*(part * weight for part in large), jnp.concatenate([rest[:cut] * weight, rest[cut:]]))
 
-    def unpack(self, parts: Parts) -> Sums:
+    def unpack(self, parts: Parts) -> StepSums:
         """The sums of a step from its summed parts."""
         *large, rest = parts
         at = 0
@@ -114,7 +114,7 @@ class Layout:
         ]
         state_sums = jax.tree.map(lambda x: read(x.shape), self.state_sums)
         loss, weight, count = (read(()) for _ in range(3))
-        return Sums(jax.tree.unflatten(tree, grads), state_sums, loss, weight, count, self.metrics_at(rest[at:]))
+        return StepSums(jax.tree.unflatten(tree, grads), state_sums, loss, weight, count, self.metrics_at(rest[at:]))
 
     def metrics_at(self, values: Any) -> dict[str, Any]:
         return {name: values[i] for i, name in enumerate(self.metrics)}
@@ -141,7 +141,7 @@ def with_bad_update(tail: jax.Array, workers: int, bad: jax.Array) -> jax.Array:
 
 
 @dataclass(frozen=True)
-class Report:
+class StepReport:
     """The host's view of a finished step, read from the tail of the summed vector. The same on every process."""
 
     loss_sum: float
@@ -171,7 +171,7 @@ class Report:
         return bool(self.nonfinite_W.any() or self.bad_update_W.any())
 
     @classmethod
-    def read(cls, layout: Layout, tail: np.ndarray, workers: int) -> Report:
+    def read(cls, layout: Layout, tail: np.ndarray, workers: int) -> StepReport:
         scalars, slots = tail[: -workers * len(SLOTS)], _table(tail, workers)
         slot = {name: np.asarray(slots[:, i], np.float64) for i, name in enumerate(SLOTS)}
         return cls(

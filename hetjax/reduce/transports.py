@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +30,8 @@ from jax.sharding import SingleDeviceSharding
 
 from hetjax.devices.compile import compile_for, compile_over, expected
 from hetjax.devices.workers import AXIS, Workers
-from hetjax.engines.base import Replicas
-from hetjax.reduce.layout import HOST_SLOTS, MANY, Layout, Parts, Report, level_of_all, with_bad_update
+from hetjax.reduce.base import Replicas
+from hetjax.reduce.layout import HOST_SLOTS, Layout, Parts, StepReport, level_of_all, with_bad_update
 from hetjax.reduce.update import State, Update
 from hetjax.sampling.order import PlannedStep
 
@@ -59,51 +59,6 @@ def at_once(nbytes: int, workers: Workers) -> bool:
 
 
 Tree = Any
-
-
-def own_slots(
-    seconds: float | None, rows: int, checksum: int, stop: bool = False, save: bool = False, left: int = MANY
-) -> list[float]:
-    """What the host says of one worker: it travels with the worker's sums (see `SLOTS`)."""
-    return [-1.0 if seconds is None else round(seconds * 1e6), rows, checksum, stop, save, left]
-
-
-class Reduce(Protocol):
-    """Moves what the devices hold on by one step: (core, parts, slots) -> (core, tail).
-
-    A reduce holds programs, not parameters: the caller keeps `core` from step to step and gives it up with every call,
-    for its buffers are donated.
-    """
-
-    name: str
-
-    def __call__(
-        self, core: Any, parts_w: Sequence[Parts], slots_w: Sequence[list[float]], step: PlannedStep, /
-    ) -> tuple[Any, Any]:
-        """Sum and update.
-
-        Args:
-            core: what the devices hold; donated.
-            parts_w: the sums of each local worker.
-            slots_w: what the host says of each local worker (`own_slots`).
-            step: the step that they belong to.
-
-        Returns:
-            The new core, and the tail that `read` turns into a report.
-        """
-        ...
-
-    def read(self, tail: Any) -> Report:
-        """The report of a step; waits for its sum."""
-        ...
-
-    def replicas(self, core: Any, tail: Any, /) -> Replicas:
-        """What the workers read in the next step; `tail` came with `core`, and is None before the first step."""
-        ...
-
-    def state(self, core: Any, step: int, cursor: int, /) -> State:
-        """The state that `core` stands for, after so many steps and samples."""
-        ...
 
 
 def make_reduce(transport: str, workers: Workers, layout: Layout, update: Update, core: Any) -> tuple[Psum | Hub, Any]:
@@ -190,8 +145,8 @@ class Psum:
         slots_WxH[list(self.workers.local)] = own
         return run(core, parts, slots_WxH)
 
-    def read(self, tail: jax.Array) -> Report:
-        return Report.read(self.layout, np.asarray(tail.addressable_data(0)), len(self.workers))
+    def read(self, tail: jax.Array) -> StepReport:
+        return StepReport.read(self.layout, np.asarray(tail.addressable_data(0)), len(self.workers))
 
     def replicas(self, core: Any, tail: jax.Array | None) -> Replicas:
         leaves_w = self.workers.copies(jax.tree.leaves(core[:2]))
@@ -232,8 +187,8 @@ class Hub:
         weight_W = np.ones(len(parts_w)) if step.plan.weights_W is None else step.plan.weights_W
         return self._run(core, here_w, np.asarray(slots_w, np.float32), weight_W.astype(np.float32))
 
-    def read(self, tail: jax.Array) -> Report:
-        return Report.read(self.layout, np.asarray(tail), len(self.workers))
+    def read(self, tail: jax.Array) -> StepReport:
+        return StepReport.read(self.layout, np.asarray(tail), len(self.workers))
 
     def replicas(self, core: Any, tail: jax.Array | None) -> Replicas:
         leaves = jax.tree.leaves(core[:2])

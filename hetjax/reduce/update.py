@@ -1,4 +1,4 @@
-"""From the summed vector to new parameters: divide by the global weight once, apply the optimiser, keep it finite."""
+"""From the summed vector to new parameters: divide by the global weight once, apply the optimizer, keep it finite."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import optax
 
 from hetjax.arguments import whole
 from hetjax.reduce.finite import NONFINITE, all_finite
-from hetjax.reduce.layout import Sums
+from hetjax.reduce.layout import StepSums
 from hetjax.reduce.optimizer import has_gradient, trainable, with_trained
 
 Tree = Any
@@ -81,17 +81,17 @@ def running_average(momentum: float = 0.9) -> RunningAverage:
     return RunningAverage(momentum)
 
 
-def optimiser_step(
+def optimizer_step(
     optimizer: optax.GradientTransformation, advance: Callable[[Tree, Tree], Tree] | None, ema_decay: float | None
 ) -> Finish:
     """g = (sum over workers of the sum of per-example gradients) / (sum of weights), then any optax update.
 
-    Clipping belongs into the optimiser: here it sees the whole batch's gradient. An optimizer that takes the loss
+    Clipping belongs into the optimizer: here it sees the whole batch's gradient. An optimizer that takes the loss
     (`value`, as reduce_on_plateau does) is given that of the step.
     """
     update = optax.with_extra_args_support(optimizer).update
 
-    def finish(core: Core, sums: Sums) -> Core:
+    def finish(core: Core, sums: StepSums) -> Core:
         params, model_state, opt_state, ema = core
         trained = trainable(params)
         grads = jax.tree.map(lambda g, p: (g / sums.weight).astype(p.dtype), sums.grads, trained)

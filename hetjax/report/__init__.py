@@ -2,10 +2,9 @@
 
 from hetjax.report.display import Display
 from hetjax.report.hooks import Follow, Progress
-from hetjax.report.jsonl import JsonlTracker, write_json
-from hetjax.report.page import Report, report
+from hetjax.report.page import ReportFiles, report
 from hetjax.report.run_folder import read_run
-from hetjax.report.trackers import Composite, Row, TensorBoardTracker, Tracker
+from hetjax.report.trackers import Composite, JsonlTracker, Row, TensorBoardTracker, Tracker, write_json
 
 __all__ = [
     "Composite",
@@ -13,7 +12,7 @@ __all__ = [
     "Follow",
     "JsonlTracker",
     "Progress",
-    "Report",
+    "ReportFiles",
     "Row",
     "TensorBoardTracker",
     "Tracker",

@@ -1,6 +1,6 @@
 """What a partition is worth: tables of its quality beside chance, and a picture of its blocks.
 
-The picture of a partition: samples in two dimensions coloured by block, and the classes of every block.
+The picture of a partition: samples in two dimensions colored by block, and the classes of every block.
 
 What a partition is worth, for people: tables of its quality beside chance, and a picture.
 """
@@ -20,7 +20,7 @@ from matplotlib.ticker import PercentFormatter
 from rich.console import Console
 from rich.table import Table
 
-from hetjax.report.drawing import DARK, save, style, worker_colour
+from hetjax.report.drawing import DARK, save, style, worker_color
 from hetjax.sampling.blocks import Blocks, numbered
 from hetjax.sampling.quality import Quality
 from hetjax.sampling.submodular import principal_components
@@ -72,29 +72,29 @@ def blocks_figure(title: str, owners: Mapping[str, np.ndarray], views: list[View
 
 
 def _scatter(axes: Axes, view: View, owner_V: np.ndarray, workers: int) -> None:
-    """Points in the colour of their block; the mean and the ellipse of one standard deviation of every block."""
+    """Points in the color of their block; the mean and the ellipse of one standard deviation of every block."""
     few = np.unique(np.linspace(0, len(owner_V) - 1, _POINTS).astype(int))  # not by chance: blocks may be dealt so too
-    colours = np.array([worker_colour(worker) for worker in range(workers)])
+    colors = np.array([worker_color(worker) for worker in range(workers)])
     points, size = view.points_Vx2[few], float(np.clip(6000 / len(few), 4, 16))
-    axes.scatter(points[:, 0], points[:, 1], s=size, c=colours[owner_V[few]], alpha=0.45, linewidths=0, rasterized=True)
+    axes.scatter(points[:, 0], points[:, 1], s=size, c=colors[owner_V[few]], alpha=0.45, linewidths=0, rasterized=True)
     for worker in range(workers):
         own = view.points_Vx2[owner_V == worker]
         if len(own):
-            _moments(axes, own, colours[worker], "-", f"block {worker}")
+            _moments(axes, own, colors[worker], "-", f"block {worker}")
     _moments(axes, view.points_Vx2, DARK, "--", "all: mean and standard deviation")
     axes.set(xticks=[], yticks=[], aspect="equal", adjustable="datalim")
 
 
-def _moments(axes: Axes, points_Vx2: np.ndarray, colour: str, line: str, label: str) -> None:
+def _moments(axes: Axes, points_Vx2: np.ndarray, color: str, line: str, label: str) -> None:
     mean_2, covariance_2x2 = points_Vx2.mean(axis=0), np.cov(points_Vx2.T, bias=True)
     variance_2, direction_2x2 = np.linalg.eigh(covariance_2x2)
     width, height = 2.0 * np.sqrt(np.maximum(variance_2, 0.0))
     angle = float(np.degrees(np.arctan2(direction_2x2[1, 0], direction_2x2[0, 0])))
-    centre = (float(mean_2[0]), float(mean_2[1]))
-    axes.add_patch(Ellipse(centre, width, height, angle=angle, fill=False, color="white", linewidth=3.5))
-    axes.add_patch(Ellipse(centre, width, height, angle=angle, fill=False, color=colour, linestyle=line, linewidth=1.6))
-    axes.plot(*centre, "o" if line == "-" else "+", color=colour, markersize=8, markeredgewidth=1.6,
-              markeredgecolor="white" if line == "-" else colour, label=label)  # fmt: skip
+    center = (float(mean_2[0]), float(mean_2[1]))
+    axes.add_patch(Ellipse(center, width, height, angle=angle, fill=False, color="white", linewidth=3.5))
+    axes.add_patch(Ellipse(center, width, height, angle=angle, fill=False, color=color, linestyle=line, linewidth=1.6))
+    axes.plot(*center, "o" if line == "-" else "+", color=color, markersize=8, markeredgewidth=1.6,
+              markeredgecolor="white" if line == "-" else color, label=label)  # fmt: skip
 
 
 def _classes(axes: Axes, classes_WxL: np.ndarray) -> None:
@@ -102,16 +102,16 @@ def _classes(axes: Axes, classes_WxL: np.ndarray) -> None:
     workers, classes = classes_WxL.shape
     share_WxL = classes_WxL / np.maximum(classes_WxL.sum(axis=1, keepdims=True), 1)
     for worker in range(workers):
-        colour = worker_colour(worker)
+        color = worker_color(worker)
         if classes <= 20:
             axes.bar(
                 np.arange(classes) + (worker + 0.5) / workers * 0.8 - 0.4,
                 share_WxL[worker],
                 0.8 / workers,
-                color=colour,
+                color=color,
             )
         else:
-            axes.plot(share_WxL[worker], color=colour, linewidth=1, alpha=0.8)
+            axes.plot(share_WxL[worker], color=color, linewidth=1, alpha=0.8)
     axes.set_title("Classes of every block")
     axes.set_xlabel("class")
     if classes <= 20:

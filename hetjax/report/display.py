@@ -87,7 +87,7 @@ class Display:
             "test_accuracy": "test accuracy {:.4f}",
         }
         parts = [form.format(known[name]) for name, form in shown.items() if name in known]
-        for name, lists in (("busy", "utilisation"), ("updates", "update_share")):  # of a run without a barrier
+        for name, lists in (("busy", "utilization"), ("updates", "update_share")):  # of a run without a barrier
             if isinstance(each := values.get(lists), list):
                 parts.append(f"{name} {' '.join(f'{share:.0%}' for share in each[:8])}")
         told = f"{self.title or 'done'}: {', '.join(parts)}"

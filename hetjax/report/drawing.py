@@ -1,6 +1,6 @@
 """How every picture looks: its style, its colors, its curves, and the files it becomes.
 
-One colour per worker, the same in every picture and for every number of workers.
+One color per worker, the same in every picture and for every number of workers.
 
 How every picture looks: its style, its curves, and the files it becomes.
 """
@@ -18,24 +18,24 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-# M. Okabe, K. Ito: Color Universal Design, 2008. Told apart with every common form of colour blindness.
+# M. Okabe, K. Ito: Color Universal Design, 2008. Told apart with every common form of color blindness.
 _HUES = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#5A5A5A", "#8C7A00")
 
 # How far each further eight workers are mixed towards white or black: never so far that the hue is lost.
 _SHADES = ((0, 0), (0.22, 255), (0.25, 0), (0.38, 255), (0.4, 0), (0.5, 255), (0.52, 0), (0.56, 255))
 
 
-def worker_colour(worker: int) -> str:
-    """Neighbours differ in hue; each further eight workers take the same hues lighter and darker by turns."""
+def worker_color(worker: int) -> str:
+    """Neighbors differ in hue; each further eight workers take the same hues lighter and darker by turns."""
     base = [int(_HUES[worker % 8][place : place + 2], 16) for place in (1, 3, 5)]
     strength, target = _SHADES[worker // 8 % 8]
     mixed = [round(part + (target - part) * strength) for part in base]
     return "#{:02X}{:02X}{:02X}".format(*mixed)
 
 
-def run_colour(run: int) -> str:
-    """The colour of a run where several are compared."""
-    return worker_colour(run)
+def run_color(run: int) -> str:
+    """The color of a run where several are compared."""
+    return worker_color(run)
 
 
 DARK, BLUE, RED = "#333333", "#0072B2", "#B00020"
@@ -71,15 +71,15 @@ def svg_bytes(figure: Figure) -> bytes:
     return file.getvalue()
 
 
-def curve(axes: Axes, x: np.ndarray, y: np.ndarray, colour: str, *, label: str | None = None, raw: bool = True) -> None:
+def curve(axes: Axes, x: np.ndarray, y: np.ndarray, color: str, *, label: str | None = None, raw: bool = True) -> None:
     """A running median and, faintly behind it, every point; few points are drawn as they are."""
     if len(y) < 20:
-        axes.plot(x, y, color=colour, marker="o", markersize=3, label=label)
+        axes.plot(x, y, color=color, marker="o", markersize=3, label=label)
         return
     few = thinned(len(y))
     if raw:
-        axes.plot(x[few], y[few], color=colour, alpha=0.3, linewidth=0.8)
-    axes.plot(x[few], running_median(y, max(5, len(y) // 100))[few], color=colour, linewidth=1.8, label=label)
+        axes.plot(x[few], y[few], color=color, alpha=0.3, linewidth=0.8)
+    axes.plot(x[few], running_median(y, max(5, len(y) // 100))[few], color=color, linewidth=1.8, label=label)
 
 
 def running_median(values: np.ndarray, width: int) -> np.ndarray:
@@ -103,13 +103,13 @@ def thinned(length: int) -> np.ndarray:
 
 
 def name_beside(axes: Axes, worker: int, value: str, y: float) -> None:
-    """The worker and a value in its colour, right of the axes at the height y."""
+    """The worker and a value in its color, right of the axes at the height y."""
     axes.annotate(
         f" {worker}: {value}",
         (1, y),
         xycoords=("axes fraction", "data"),
         va="center",
-        color=worker_colour(worker),
+        color=worker_color(worker),
         fontweight="bold",
         annotation_clip=False,
     )

@@ -1,4 +1,4 @@
-"""The picture of one run: counts and efficiency, worker times with the barrier (or, without one, utilisation and
+"""The picture of one run: counts and efficiency, worker times with the barrier (or, without one, utilization and
 shares of updates), and the loss."""
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from hetjax.report.drawing import DARK, RED, save, style
 from hetjax.report.panels import batches_panel, counts_panel, efficiency_panel, loss_panel, shares, strips
-from hetjax.report.run_folder import Run
+from hetjax.report.run_folder import RecordedRun
 
 
-def draw_run(run: Run) -> tuple[Path, Path]:
+def draw_run(run: RecordedRun) -> tuple[Path, Path]:
     """Draw the run and write it into its folder as run.png and run.svg; the paths of both."""
     with style():
         return save(run_figure(run), run.folder, "run")
 
 
-def run_figure(run: Run) -> Figure:
+def run_figure(run: RecordedRun) -> Figure:
     """To be called and saved under `style()`."""
     high = 3.1 if run.asynchronous else min(5.5, 1.5 + 0.26 * run.workers)
     figure = Figure(figsize=(12, 7.2 + high), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08))
@@ -43,7 +43,7 @@ def run_figure(run: Run) -> Figure:
     return figure
 
 
-def headline(run: Run) -> str:
+def headline(run: RecordedRun) -> str:
     """What the run was and how fast, in one line."""
     what = [run.config[key] for key in ("dataset", "model") if isinstance(run.config.get(key), str)]
     parts = [", ".join([run.name, *what])]

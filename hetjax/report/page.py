@@ -20,9 +20,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from hetjax.report.drawing import THOUSANDS, curve, run_colour, style, svg_bytes
+from hetjax.report.drawing import THOUSANDS, curve, run_color, style, svg_bytes
 from hetjax.report.figure import draw_run
-from hetjax.report.run_folder import Run, find_runs, read_run
+from hetjax.report.run_folder import RecordedRun, find_runs, read_run
 
 # key of summary.json, heading, format
 SUMMARIES = (
@@ -44,7 +44,7 @@ SUMMARIES = (
     ("recompiles_after_warmup", "recompiles after warm-up", "{:,}"),
     ("updates", "updates", "{:,}"),
     ("update_share", "share of updates per worker", "{:.0%}"),
-    ("utilisation", "utilisation per worker", "{:.0%}"),
+    ("utilization", "utilization per worker", "{:.0%}"),
     ("data_wait_share", "waiting for data", "{:.1%}"),
     ("overruns", "overruns", "{:,}"),
 )
@@ -63,7 +63,7 @@ img { max-width: 100%; height: auto; }
 """
 
 
-def comparison_page(runs: Sequence[Run], pictures: Sequence[bytes]) -> str:
+def comparison_page(runs: Sequence[RecordedRun], pictures: Sequence[bytes]) -> str:
     """The page as one text, with the SVG picture of each run inside: nothing is loaded from elsewhere."""
     title = html.escape("hetjax: " + (runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"))
     parts = [f"<h1>{title}</h1>", "<h2>Summaries</h2>", _summaries(runs)]
@@ -79,7 +79,7 @@ def comparison_page(runs: Sequence[Run], pictures: Sequence[bytes]) -> str:
     return "\n".join([start, *parts, "</body></html>\n"])
 
 
-def _summaries(runs: Sequence[Run]) -> str:
+def _summaries(runs: Sequence[RecordedRun]) -> str:
     """Summary keys down, runs across; keys that no run knows are left out, the best of a contest is marked."""
     best = {key: _best(runs, key) for key in ("samples_per_s", "efficiency", "test_accuracy")}
     lines = []
@@ -93,13 +93,13 @@ def _summaries(runs: Sequence[Run]) -> str:
     return _table(runs, lines)
 
 
-def _table(runs: Sequence[Run], lines: list[str]) -> str:
-    dots = [f'<span class="dot" style="background:{run_colour(place)}"></span>' for place in range(len(runs))]
+def _table(runs: Sequence[RecordedRun], lines: list[str]) -> str:
+    dots = [f'<span class="dot" style="background:{run_color(place)}"></span>' for place in range(len(runs))]
     names = "".join(f"<th>{dot}{html.escape(run.name)}</th>" for dot, run in zip(dots, runs, strict=True))
     return '<div class="wide"><table>\n' + "\n".join([f"<tr><th></th>{names}</tr>", *lines]) + "\n</table></div>"
 
 
-def _best(runs: Sequence[Run], key: str) -> float | None:
+def _best(runs: Sequence[RecordedRun], key: str) -> float | None:
     values = [run.summary[key] for run in runs if isinstance(run.summary.get(key), (int, float))]
     return max(values) if len(values) > 1 else None
 
@@ -116,7 +116,7 @@ def _shown(value: Any, form: str) -> str:
         return str(value)
 
 
-def _differences(runs: Sequence[Run]) -> str:
+def _differences(runs: Sequence[RecordedRun]) -> str:
     """The keys of config.json that the runs do not agree about."""
     lines = []
     for key in sorted({key for run in runs for key in run.config}):
@@ -127,15 +127,15 @@ def _differences(runs: Sequence[Run]) -> str:
     return "<h2>Configured differently</h2>\n" + _table(runs, lines) if lines else ""
 
 
-def _together(runs: Sequence[Run]) -> Figure:
+def _together(runs: Sequence[RecordedRun]) -> Figure:
     figure = Figure(figsize=(12, 3.8), layout="constrained")
     speed, loss = figure.subplots(1, 2)
     for place, run in enumerate(runs):
-        colour = run_colour(place)
+        color = run_color(place)
         known = run.full_S & np.isfinite(run.samples_per_s_S)
-        curve(speed, run.step_S[known], run.samples_per_s_S[known], colour, raw=False)
+        curve(speed, run.step_S[known], run.samples_per_s_S[known], color, raw=False)
         known = np.isfinite(run.loss_S) & np.isfinite(run.seconds_S)
-        curve(loss, run.seconds_S[known], run.loss_S[known], colour, label=run.name, raw=False)
+        curve(loss, run.seconds_S[known], run.loss_S[known], color, label=run.name, raw=False)
     speed.set(title="Samples per second", xlabel="step", ylim=(0, None))
     speed.yaxis.set_major_formatter(THOUSANDS)
     speed.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -152,14 +152,14 @@ def _image(svg: bytes, text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Report:
+class ReportFiles:
     """The files that a report wrote."""
 
     figures: tuple[Path, ...]
     page: Path
 
 
-def report(*folders: str | Path, page: str | Path | None = None) -> Report:
+def report(*folders: str | Path, page: str | Path | None = None) -> ReportFiles:
     """Draw `run.png` and `run.svg` in every run's folder and write one HTML page that compares the runs.
 
     A folder is a run's own or one with several runs directly below it. The page goes to `page`, or as report.html into
@@ -175,4 +175,4 @@ def report(*folders: str | Path, page: str | Path | None = None) -> Report:
         page = (Path(folders[0]) if len(folders) == 1 else common) / "report.html"
     page = Path(page)
     page.write_text(comparison_page(runs, [svg.read_bytes() for _, svg in drawn]), encoding="utf-8")
-    return Report(tuple(path for paths in drawn for path in paths), page)
+    return ReportFiles(tuple(path for paths in drawn for path in paths), page)

@@ -16,11 +16,11 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
-from hetjax.report.drawing import BLUE, DARK, THOUSANDS, curve, name_beside, thinned, window_sums, worker_colour
-from hetjax.report.run_folder import Run
+from hetjax.report.drawing import BLUE, DARK, THOUSANDS, curve, name_beside, thinned, window_sums, worker_color
+from hetjax.report.run_folder import RecordedRun
 
 
-def counts_panel(axes: Axes, run: Run) -> None:
+def counts_panel(axes: Axes, run: RecordedRun) -> None:
     """Stacked, so that the height is the batch and equal counts do not hide each other."""
     axes.set_title("Samples per worker (together: the batch)")
     full = np.flatnonzero(run.full_S)
@@ -30,7 +30,7 @@ def counts_panel(axes: Axes, run: Run) -> None:
     level = np.zeros(len(shown))
     for worker in range(run.workers):
         above = level + counts_SxW[:, worker]
-        axes.stairs(above, edges, baseline=level, fill=True, color=worker_colour(worker), linewidth=0)
+        axes.stairs(above, edges, baseline=level, fill=True, color=worker_color(worker), linewidth=0)
         if run.workers <= 16:
             axes.stairs(above, edges, baseline=None, color="white", linewidth=0.8)
         level = above
@@ -48,7 +48,7 @@ def _last_counts(axes: Axes, counts_W: np.ndarray) -> None:
             name_beside(axes, worker, f"{counts_W[worker]:.0f}", float(middle_W[worker]))
 
 
-def efficiency_panel(axes: Axes, run: Run) -> None:
+def efficiency_panel(axes: Axes, run: RecordedRun) -> None:
     """Measured speed over the ideal; without an ideal the speed itself."""
     speed_S = run.samples_per_s_S
     if run.asynchronous:  # a step is whatever was finished meanwhile: only several together say how fast it was
@@ -89,7 +89,7 @@ def efficiency_panel(axes: Axes, run: Run) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def loss_panel(axes: Axes, run: Run, x_S: np.ndarray, what: str) -> None:
+def loss_panel(axes: Axes, run: RecordedRun, x_S: np.ndarray, what: str) -> None:
     axes.set_title(f"Loss against {what}")
     finite = np.isfinite(run.loss_S) & np.isfinite(x_S)
     loss = run.loss_S[finite]
@@ -111,7 +111,7 @@ def loss_panel(axes: Axes, run: Run, x_S: np.ndarray, what: str) -> None:
 _WAITING, _REDUCE = "#E8E8E8", "#BDBDBD"
 
 
-def strip_steps(run: Run, steps: int = 3) -> tuple[np.ndarray, np.ndarray]:
+def strip_steps(run: RecordedRun, steps: int = 3) -> tuple[np.ndarray, np.ndarray]:
     """Indices of up to `steps` timed steps just before the counts first changed, and of the last ones of the run.
 
     If they never changed, of the first and the last ones.
@@ -123,7 +123,7 @@ def strip_steps(run: Run, steps: int = 3) -> tuple[np.ndarray, np.ndarray]:
     return timed[timed < changes[0]][-steps:], timed[timed >= changes[0]][-steps:]
 
 
-def strips(figure: SubFigure, run: Run) -> None:
+def strips(figure: SubFigure, run: RecordedRun) -> None:
     """Two strips on one scale of time, so that a shorter step looks shorter."""
     before, after = strip_steps(run)
     titles = ("Before balancing", "After balancing") if len(run.changes) else ("At the start", "At the end")
@@ -144,7 +144,7 @@ def strips(figure: SubFigure, run: Run) -> None:
     many[0].set_yticks(range(0, run.workers, every), [f"worker {w}" for w in range(0, run.workers, every)])
     many[0].set_ylim(run.workers - 0.4, -0.6)
     marks = [
-        Patch(color=worker_colour(0), label="computing, in the worker's colour"),
+        Patch(color=worker_color(0), label="computing, in the worker's color"),
         Patch(facecolor=_WAITING, edgecolor="white", hatch="////", label="waiting at the barrier"),
         Line2D([], [], color=DARK, linewidth=1.2, marker="|", markersize=10, linestyle="", label="barrier"),
         Patch(color=_REDUCE, label="reduce, update and host"),
@@ -152,12 +152,12 @@ def strips(figure: SubFigure, run: Run) -> None:
     figure.legend(handles=marks, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
 
 
-def _lengths(run: Run, steps: np.ndarray) -> np.ndarray:
+def _lengths(run: RecordedRun, steps: np.ndarray) -> np.ndarray:
     """How long each step took, never less than its slowest worker."""
     return np.fmax(run.step_time_S[steps], np.nanmax(run.times_SxW[steps], axis=1))
 
 
-def _strip(axes: Axes, run: Run, steps: np.ndarray, scale: float) -> None:
+def _strip(axes: Axes, run: RecordedRun, steps: np.ndarray, scale: float) -> None:
     ends = np.cumsum(_lengths(run, steps)) * scale
     starts = np.append(0, ends[:-1])
     barriers = starts + np.nanmax(run.times_SxW[steps], axis=1) * scale
@@ -166,7 +166,7 @@ def _strip(axes: Axes, run: Run, steps: np.ndarray, scale: float) -> None:
         place = (worker - 0.4, 0.8)
         waits = list(zip(starts + times, barriers - starts - times, strict=True))
         axes.broken_barh(waits, place, facecolor=_WAITING, edgecolor="white", hatch="////", linewidth=0)
-        axes.broken_barh(list(zip(starts, times, strict=True)), place, color=worker_colour(worker), linewidth=0)
+        axes.broken_barh(list(zip(starts, times, strict=True)), place, color=worker_color(worker), linewidth=0)
     for barrier, end in zip(barriers, ends, strict=True):
         axes.axvspan(barrier, end, color=_REDUCE, linewidth=0)
         axes.axvline(barrier, color=DARK, linewidth=1.2)
@@ -179,21 +179,21 @@ def _names(steps: np.ndarray) -> str:
     return f"steps {first} to {last}" if last - first == len(steps) - 1 else "steps " + ", ".join(map(str, steps))
 
 
-def shares(figure: SubFigure, run: Run) -> None:
-    """Utilisation and update shares over the steps, and the histogram of staleness."""
+def shares(figure: SubFigure, run: RecordedRun) -> None:
+    """Utilization and update shares over the steps, and the histogram of staleness."""
     busy, updates, stale = figure.subplots(1, 3, width_ratios=[3, 3, 2])
-    utilisation_panel(busy, run)
+    utilization_panel(busy, run)
     updates_panel(updates, run)
     staleness_panel(stale, run)
 
 
-def batches_panel(axes: Axes, run: Run) -> None:
+def batches_panel(axes: Axes, run: RecordedRun) -> None:
     """The batch that each worker took last; beside the lines the last of all."""
     axes.set_title("Batch of each worker")
     few = thinned(run.steps)
     for worker in range(run.workers):
         batch_S = run.batches_SxW[:, worker]
-        axes.step(run.step_S[few], batch_S[few], where="post", color=worker_colour(worker), linewidth=1.6)
+        axes.step(run.step_S[few], batch_S[few], where="post", color=worker_color(worker), linewidth=1.6)
     last_W = run.batches_SxW[-1]
     for worker in range(run.workers):
         if np.isfinite(last_W[worker]) and last_W[worker] not in last_W[:worker]:  # like ones would overlap
@@ -202,9 +202,9 @@ def batches_panel(axes: Axes, run: Run) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def utilisation_panel(axes: Axes, run: Run) -> None:
-    """The share of time that each worker computed, smoothed over neighbouring steps; the legend has the whole run's."""
-    axes.set_title("Utilisation per worker")
+def utilization_panel(axes: Axes, run: RecordedRun) -> None:
+    """The share of time that each worker computed, smoothed over neighboring steps; the legend has the whole run's."""
+    axes.set_title("Utilization per worker")
     seconds_S = np.nan_to_num(run.step_time_S)
     busy_SxW = np.nan_to_num(run.times_SxW)
     share_SxW = window_sums(busy_SxW) / np.maximum(window_sums(seconds_S[:, None]), 1e-12)
@@ -212,7 +212,7 @@ def utilisation_panel(axes: Axes, run: Run) -> None:
     few = thinned(run.steps)
     for worker in range(run.workers):
         named = f"worker {worker}: {whole_W[worker]:.0%}" if run.workers <= 8 else None
-        axes.plot(run.step_S[few], share_SxW[few, worker], color=worker_colour(worker), label=named, linewidth=1.6)
+        axes.plot(run.step_S[few], share_SxW[few, worker], color=worker_color(worker), label=named, linewidth=1.6)
     axes.axhline(1, color=DARK, linestyle="--", linewidth=1)
     axes.set(xlabel="step", ylim=(0, 1.12))
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
@@ -221,8 +221,8 @@ def utilisation_panel(axes: Axes, run: Run) -> None:
         axes.legend(loc="lower right", frameon=False, fontsize=9, ncols=-(-run.workers // 4))
 
 
-def updates_panel(axes: Axes, run: Run) -> None:
-    """Stacked to one, smoothed over neighbouring steps; beside the layers the shares of the whole run."""
+def updates_panel(axes: Axes, run: RecordedRun) -> None:
+    """Stacked to one, smoothed over neighboring steps; beside the layers the shares of the whole run."""
     axes.set_title("Share of updates per worker")
     made_SxW = np.nan_to_num(run.updates_SxW)
     smooth_SxW = window_sums(made_SxW)
@@ -232,7 +232,7 @@ def updates_panel(axes: Axes, run: Run) -> None:
     below = np.zeros(len(few))
     whole_W = made_SxW.sum(axis=0) / max(float(made_SxW.sum()), 1e-12)
     for worker in range(run.workers):
-        axes.fill_between(run.step_S[few], below, layers[:, worker], color=worker_colour(worker), linewidth=0)
+        axes.fill_between(run.step_S[few], below, layers[:, worker], color=worker_color(worker), linewidth=0)
         below = layers[:, worker]
     middle_W = np.cumsum(whole_W) - whole_W / 2
     for worker in np.flatnonzero(whole_W > 0.06).tolist():
@@ -242,7 +242,7 @@ def updates_panel(axes: Axes, run: Run) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def staleness_panel(axes: Axes, run: Run) -> None:
+def staleness_panel(axes: Axes, run: RecordedRun) -> None:
     """How many updates of others came between reading the model and an update; the last bar holds all beyond."""
     axes.set_title("Staleness of updates")
     told = run.summary.get("staleness")

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from hetjax.report.jsonl import CONFIG, METRICS, SUMMARY, parse_line
+from hetjax.report.trackers import CONFIG, METRICS, SUMMARY, parse_line
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """One run: S steps on W workers. What is not known is NaN; `notes` says in sentences what was missing or broken."""
 
     folder: Path
@@ -83,7 +83,7 @@ def find_runs(folder: str | Path) -> list[Path]:
     return below
 
 
-def read_run(folder: str | Path, name: str | None = None) -> Run:
+def read_run(folder: str | Path, name: str | None = None) -> RecordedRun:
     """The run in this folder. A cut-off or broken line costs that line and adds a note, nothing else."""
     folder = Path(folder)
     path = folder / METRICS
@@ -92,6 +92,8 @@ def read_run(folder: str | Path, name: str | None = None) -> Run:
     notes: list[str] = []
     rows = _rows(path, notes)
     summary, config = _json(folder / SUMMARY, notes), _json(folder / CONFIG, notes)
+    if "utilisation" in summary:  # as runs before version 0.2 spelled it
+        summary["utilization"] = summary.pop("utilisation")
     workers = max((len(row["counts"]) for row in rows if isinstance(row.get("counts"), list)), default=0)
     counts_SxW = _table(rows, "counts", workers)
     times_SxW = _table(rows, "times", workers)
@@ -101,7 +103,7 @@ def read_run(folder: str | Path, name: str | None = None) -> Run:
     known = np.isnan(speed_S) & (step_time_S > 0)
     speed_S[known] = batch_S[known] / step_time_S[known]
     seconds_S, samples_S = _column(rows, "seconds"), _column(rows, "samples")
-    return Run(
+    return RecordedRun(
         folder=folder,
         name=name or folder.resolve().name,
         step_S=np.array([row["step"] for row in rows], np.int64),

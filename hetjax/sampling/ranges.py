@@ -116,7 +116,7 @@ class RangePool:
         self._out.remove(taken)
 
     def _put_back(self, start: int, stop: int) -> None:
-        """Into its place, joined to neighbours, so that a large batch can take it whole."""
+        """Into its place, joined to neighbors, so that a large batch can take it whole."""
         place = bisect.bisect(self._back, (start, stop))
         if place < len(self._back) and self._back[place][0] == stop:
             stop = self._back.pop(place)[1]

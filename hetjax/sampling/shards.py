@@ -229,7 +229,7 @@ class BlockSampler(ShardedSampler):
         self.blocks = [np.asarray(block, np.int64) for block in blocks]
         every_D = np.concatenate(self.blocks) if self.blocks else np.zeros(0, np.int64)
         super().__init__(len(every_D), batch, seed)
-        if not np.array_equal(np.sort(every_D), np.arange(self.size)):
+        if not np.array_equal(np.sort(every_D, kind="stable"), np.arange(self.size)):
             raise ValueError(
                 f"The blocks name {self.size:,} samples, but not each from 0 to {self.size - 1:,} once: every sample "
                 "has to be in exactly one block."

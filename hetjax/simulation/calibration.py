@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from hetjax.data.feed import Rows
-from hetjax.engines.base import Replicas
 from hetjax.engines.session import Session
 from hetjax.fleet.agree import gather
 from hetjax.planning.allocation import solve
+from hetjax.reduce.base import Replicas
 from hetjax.sampling.order import Span
 from hetjax.simulation.speeds import Simulation
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hetjax.reduce.transports import Reduce, make_reduce
+from hetjax.reduce.base import Reduce
+from hetjax.reduce.transports import make_reduce
 from hetjax.reduce.update import State
 from hetjax.sync.base import Setting, Sync
 from hetjax.sync.replicas import average

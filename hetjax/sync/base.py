@@ -17,13 +17,11 @@ import optax
 
 from hetjax.data.source import Source
 from hetjax.devices.workers import Workers
-from hetjax.engines.base import Replicas
 from hetjax.engines.session import Session
-from hetjax.history import History, Record
-from hetjax.recorder import Recorder
+from hetjax.history import History, Record, Recorder
+from hetjax.reduce.base import Reduce, Replicas
 from hetjax.reduce.layout import Layout
-from hetjax.reduce.transports import Reduce
-from hetjax.reduce.update import Finish, State, Update, optimiser_step
+from hetjax.reduce.update import Finish, State, Update, optimizer_step
 from hetjax.sampling.order import Sampler
 from hetjax.simulation.speeds import Simulation
 
@@ -44,7 +42,7 @@ class Rule:
     undo: bool = False  # an update that is not finite
 
     def finish(self) -> Finish:
-        return optimiser_step(self.optimizer, self.advance, self.ema_decay)
+        return optimizer_step(self.optimizer, self.advance, self.ema_decay)
 
     def update(self) -> Update:
         return Update(self.finish(), self.undo)

@@ -1,9 +1,9 @@
-"""Decentralised SGD: every worker has parameters of its own and mixes them with its neighbours'.
+"""Decentralized SGD: every worker has parameters of its own and mixes them with its neighbors'.
 
     g = grad F_i(x_i);   y = sum_j W_ij x_j  if k % F == 0 else x_i;   x_i <- y + update(g);   answer: mean of the x_i
 
 D-PSGD (Lian et al., arXiv 1705.09056) with mixing every F steps, as RCD-SGD trains (arXiv 2211.00839); with a budget
-MATCHA (arXiv 1905.09435) draws which links are used. Parameters move between neighbours only. Two small sums over all
+MATCHA (arXiv 1905.09435) draws which links are used. Parameters move between neighbors only. Two small sums over all
 workers stay in every step: loss, metrics and timings, which the plans need, and whether all updates were finite.
 
 Under a doubly stochastic W the mean of the x_i follows the plain mean of what the workers add, so a worker's share of
@@ -29,11 +29,11 @@ from jax.sharding import PartitionSpec as P
 from hetjax.arguments import whole
 from hetjax.devices.compile import compile_over, expected
 from hetjax.devices.workers import AXIS
-from hetjax.engines.base import Replicas
 from hetjax.fleet.agree import gather
 from hetjax.fleet.membership import kept_entries
-from hetjax.reduce.layout import HOST_SLOTS, Parts, Report, Sums, level_of_all, with_bad_update
-from hetjax.reduce.transports import Reduce, sum_parts
+from hetjax.reduce.base import Reduce, Replicas
+from hetjax.reduce.layout import HOST_SLOTS, Parts, StepReport, StepSums, level_of_all, with_bad_update
+from hetjax.reduce.transports import sum_parts
 from hetjax.reduce.update import State, Update
 from hetjax.sampling.order import PlannedStep
 from hetjax.sync.base import Setting, Sync
@@ -45,11 +45,11 @@ Tree = Any
 _LARGE = 2**14  # elements: smaller arrays travel together
 
 
-class Decentralised(Sync):
+class Decentralized(Sync):
     """topology: 'ring', 'complete', a .json or .npy file with W, or W itself; mix_every: F; matcha_budget: None for W
     as it is, or the share of its links to use on average; faithful: gradients as published."""
 
-    name = "decentralised"
+    name = "decentralized"
     own_parameters = True
 
     def __init__(
@@ -80,27 +80,27 @@ class Decentralised(Sync):
         kinds = setting.workers.kinds
         if len(kinds) > 1 or setting.transport == "hub":
             raise ValueError(
-                "Decentralised workers exchange parameters in one program over all of them, which needs devices of one "
+                "Decentralized workers exchange parameters in one program over all of them, which needs devices of one "
                 f"kind and transport 'psum' or 'auto'; here they are {', '.join(kinds)} with transport "
                 f"{setting.transport!r}. Use sync='allreduce'."
             )
         mixing = self.mixing(len(setting.workers))
         log.info(
-            "Decentralised: %s over %d workers, mixing every %d steps in %s.",
+            "Decentralized: %s over %d workers, mixing every %d steps in %s.",
             mixing.name, mixing.workers, self.mix_every,
-            "one sum" if mixing.everybody else f"{len(mixing.rounds)} exchanges between neighbours",
+            "one sum" if mixing.everybody else f"{len(mixing.rounds)} exchanges between neighbors",
         )  # fmt: skip
         core = spread(state, setting.workers)
-        return Neighbours(setting, core, mixing, self.mix_every, self.faithful), core
+        return Neighbors(setting, core, mixing, self.mix_every, self.faithful), core
 
     def answer(self, state: State) -> State:
         return average(state)
 
 
-class Neighbours:
-    """The reduce of decentralised SGD: two programs, with and without mixing, compiled before the first step."""
+class Neighbors:
+    """The reduce of decentralized SGD: two programs, with and without mixing, compiled before the first step."""
 
-    name = "neighbours"
+    name = "neighbors"
 
     def __init__(self, setting: Setting, core: Tree, mixing: Mixing, every: int, faithful: bool):
         self.workers, self.layout, self.seed = setting.workers, setting.layout, setting.seed
@@ -148,7 +148,7 @@ class Neighbours:
         own_W = jnp.zeros(len(self.workers), self.layout.dtype).at[jax.lax.axis_index(AXIS)].set(bad)
         return sum_parts((own_W,), self.workers)[0] > 0
 
-    def _moved(self, core: Tree, given: tuple[Tree, Sums, jax.Array, jax.Array, jax.Array]) -> Tree:
+    def _moved(self, core: Tree, given: tuple[Tree, StepSums, jax.Array, jax.Array, jax.Array]) -> Tree:
         """One worker's update from its own sums. Without samples its gradient is zero: momentum and schedule go on.
 
         An optimizer that takes the loss is given the mean over all workers, `loss`.
@@ -197,8 +197,8 @@ class Neighbours:
         run = self.mix if due and (self.mixing.everybody or active_R.any()) else self.stay
         return run(core, parts, self.workers.from_host(said))
 
-    def read(self, tail: jax.Array) -> Report:
-        return Report.read(self.layout, np.asarray(tail.addressable_data(0)), len(self.workers))
+    def read(self, tail: jax.Array) -> StepReport:
+        return StepReport.read(self.layout, np.asarray(tail.addressable_data(0)), len(self.workers))
 
     def replicas(self, core: Tree, tail: jax.Array | None) -> Replicas:
         ready = jax.tree.leaves(core)[0] if tail is None else tail

@@ -1,6 +1,6 @@
 """Who mixes with whom in decentralized SGD: topologies, doubly stochastic weights, and MATCHA.
 
-Who mixes with whom in decentralised SGD: doubly stochastic W, and the rounds of exchange that it takes.
+Who mixes with whom in decentralized SGD: doubly stochastic W, and the rounds of exchange that it takes.
 
     y_i = sum_j W_ij x_j = x_i + sum over rounds r of weight_RxW[r, i] (x_sender(r, i) - x_i)
 
@@ -12,8 +12,8 @@ The graph is cut into matchings, in which every worker has one partner at most. 
 probability p_m, independently: W = I - alpha sum_m B_m L_m, with L_m its Laplacian and B_m its draw. The budget is the
 share of the matchings used on average; within it,
 
-    p      maximises the second smallest eigenvalue of sum_m p_m L_m, how well connected the mean graph is
-    alpha  minimises |E[W^T W] - 1/N|, the factor by which the distance to the mean shrinks in a mixing step:
+    p      maximizes the second smallest eigenvalue of sum_m p_m L_m, how well connected the mean graph is
+    alpha  minimizes |E[W^T W] - 1/N|, the factor by which the distance to the mean shrinks in a mixing step:
            E[W^T W] = I - 2 alpha Lp + alpha^2 (Lp^2 + 2 Lv), Lp = sum_m p_m L_m, Lv = sum_m p_m (1 - p_m) L_m
 """
 
@@ -67,7 +67,7 @@ class Mixing:
         workers = len(matrix)
         if np.array_equal(matrix, np.full_like(matrix, matrix[0, 0])):
             return cls(workers, (), np.zeros((0, workers)), everybody=True, name=name)
-        rounds = exchange_rounds(neighbours(matrix), workers)
+        rounds = exchange_rounds(neighbors(matrix), workers)
         weight_RxW = np.zeros((len(rounds), workers))
         for weight_W, pairs in zip(weight_RxW, rounds, strict=True):
             for sender, receiver in pairs:
@@ -76,7 +76,7 @@ class Mixing:
 
 
 def ring(workers: int) -> np.ndarray:
-    """Each worker and its two neighbours a third each (D-PSGD, arXiv 1705.09056); two workers a half each."""
+    """Each worker and its two neighbors a third each (D-PSGD, arXiv 1705.09056); two workers a half each."""
     matrix = np.eye(workers)
     for shift in {1 % workers, -1 % workers} - {0}:
         matrix += np.roll(np.eye(workers), shift, axis=1)
@@ -162,7 +162,7 @@ def contraction(matrix: np.ndarray) -> float:
     return float(np.max(np.abs(np.linalg.eigvals(matrix - 1 / len(matrix)))))
 
 
-def neighbours(matrix: np.ndarray) -> list[tuple[int, int]]:
+def neighbors(matrix: np.ndarray) -> list[tuple[int, int]]:
     """(sender, receiver) for all weights off the diagonal, nearest on the circle first."""
     pairs = [(int(sender), int(receiver)) for receiver, sender in np.argwhere(matrix > 0) if sender != receiver]
     return sorted(pairs, key=lambda pair: ((pair[1] - pair[0]) % len(matrix), pair[0]))
@@ -171,8 +171,8 @@ def neighbours(matrix: np.ndarray) -> list[tuple[int, int]]:
 def exchange_rounds(pairs: Iterable[tuple[int, int]], workers: int) -> tuple[Pairs, ...]:
     """As few rounds as there can be: the most that a worker sends or receives.
 
-    Senders and receivers are the two sides of a graph whose edges are to be coloured. A new edge takes a colour that
-    its sender has free; if the receiver has it in use, that colour and one free there change places along the path
+    Senders and receivers are the two sides of a graph whose edges are to be colored. A new edge takes a color that
+    its sender has free; if the receiver has it in use, that color and one free there change places along the path
     that begins at the receiver, which cannot lead to the sender (König 1916).
     """
     sends: list[dict[int, int]] = [{} for _ in range(workers)]  # of each sender: round -> receiver
@@ -247,29 +247,29 @@ def _sides(pairs: list[tuple[int, int]], workers: int) -> dict[int, int] | None:
 
 def _matchings_of_any(pairs: list[tuple[int, int]], workers: int) -> list[list[tuple[int, int]]]:
     """Misra & Gries 1992."""
-    partner: list[dict[int, int]] = [{} for _ in range(workers)]  # of each worker: colour -> who is at the other end
-    colour: dict[frozenset[int], int] = {}
+    partner: list[dict[int, int]] = [{} for _ in range(workers)]  # of each worker: color -> who is at the other end
+    color: dict[frozenset[int], int] = {}
 
     def free(worker: int) -> int:
         return next(c for c in count() if c not in partner[worker])
 
     def paint(a: int, b: int, new: int | None) -> None:
-        old = colour.pop(frozenset((a, b)), None)
+        old = color.pop(frozenset((a, b)), None)
         if old is not None:
             del partner[a][old], partner[b][old]
         if new is not None:
-            colour[frozenset((a, b))], partner[a][new], partner[b][new] = new, b, a
+            color[frozenset((a, b))], partner[a][new], partner[b][new] = new, b, a
 
     for hub, first in pairs:
-        fan = [first]  # the link to each next one has a colour that is free at the one before
+        fan = [first]  # the link to each next one has a color that is free at the one before
         while follow := [w for c, w in partner[hub].items() if c not in partner[fan[-1]] and w not in fan]:
             fan.append(follow[0])
         mine, theirs = free(hub), free(fan[-1])
-        path, along = [hub], theirs  # links of the two colours in turn: they change places, and `theirs` is free at hub
+        path, along = [hub], theirs  # links of the two colors in turn: they change places, and `theirs` is free at hub
         while along in partner[path[-1]]:
             path.append(partner[path[-1]][along])
             along = mine if along == theirs else theirs
-        links = [(a, b, colour[frozenset((a, b))]) for a, b in pairwise(path)]
+        links = [(a, b, color[frozenset((a, b))]) for a, b in pairwise(path)]
         for a, b, _ in links:
             paint(a, b, None)
         for a, b, old in links:
@@ -277,17 +277,17 @@ def _matchings_of_any(pairs: list[tuple[int, int]], workers: int) -> list[list[t
         end = 0  # the first of the fan, still one up to there, at which `theirs` is free
         while theirs in partner[fan[end]]:
             end += 1
-        turned = [colour[frozenset((hub, w))] for w in fan[1 : end + 1]] + [theirs]
+        turned = [color[frozenset((hub, w))] for w in fan[1 : end + 1]] + [theirs]
         for w in fan[1 : end + 1]:
             paint(hub, w, None)
         for w, new in zip(fan, turned, strict=False):
             paint(hub, w, new)
-    used = sorted(set(colour.values()))
-    return [sorted((min(link), max(link)) for link, c in colour.items() if c == wanted) for wanted in used]
+    used = sorted(set(color.values()))
+    return [sorted((min(link), max(link)) for link, c in color.items() if c == wanted) for wanted in used]
 
 
 def activation(laplacian_MxWxW: np.ndarray, budget: float) -> np.ndarray:
-    """p in [0, 1] with mean `budget` that maximises the second smallest eigenvalue of sum_m p_m L_m.
+    """p in [0, 1] with mean `budget` that maximizes the second smallest eigenvalue of sum_m p_m L_m.
 
     A concave function: projected ascent along v^T L_m v, averaged over the eigenvectors v near the second smallest
     eigenvalue, of which symmetric graphs have several.

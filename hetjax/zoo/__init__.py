@@ -2,8 +2,18 @@
 
 from hetjax.zoo.images import CNN, MLP, ResNet
 from hetjax.zoo.layers import shift
-from hetjax.zoo.losses import Score, classification, next_token
-from hetjax.zoo.registry import MODELS, make
+from hetjax.zoo.tasks import MODELS, Score, classification, make_model, next_token
 from hetjax.zoo.transformer import Transformer
 
-__all__ = ["CNN", "MLP", "MODELS", "ResNet", "Score", "Transformer", "classification", "make", "next_token", "shift"]
+__all__ = [
+    "CNN",
+    "MLP",
+    "MODELS",
+    "ResNet",
+    "Score",
+    "Transformer",
+    "classification",
+    "make_model",
+    "next_token",
+    "shift",
+]

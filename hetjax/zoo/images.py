@@ -88,7 +88,7 @@ class CNN(nnx.Module):
 NormFactory = Callable[..., Callable[[jax.Array], jax.Array]]
 
 
-class Block(nnx.Module):
+class ResidualBlock(nnx.Module):
     """relu(x + norm(conv(relu(norm(conv(x)))))), with a 1x1 convolution on x where the shape changes."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, norm: NormFactory, dtype: Compute, rngs: nnx.Rngs):
@@ -110,7 +110,7 @@ class Block(nnx.Module):
 class ResNet(nnx.Module):
     """A 3x3 convolution, three stages of `blocks` blocks (image halved and width doubled between), mean, logits.
 
-    `norm` is "group" or a factory (see NormFactory); batch normalisation comes as a factory, because its statistics
+    `norm` is "group" or a factory (see NormFactory); batch normalization comes as a factory, because its statistics
     need to know how the batch is split. With "group" the network works on one image or on any number stacked in front.
     """
 
@@ -129,7 +129,7 @@ class ResNet(nnx.Module):
             if norm != "group":
                 raise ValueError(
                     f"norm={norm!r} was given: expected 'group' or a function norm(features, dtype=, rngs=) that makes "
-                    "a layer. Plain batch normalisation would make the result depend on how the batch is split."
+                    "a layer. Plain batch normalization would make the result depend on how the batch is split."
                 )
             norm = GroupNorm
         self.stem = nnx.Conv(input_shape[-1], width, (3, 3), use_bias=False, dtype=dtype, rngs=rngs)
@@ -139,7 +139,7 @@ class ResNet(nnx.Module):
         for stage in range(3):
             for block in range(blocks):
                 stride = 2 if stage > 0 and block == 0 else 1
-                stages.append(Block(features, width * 2**stage, stride, norm, dtype, rngs))
+                stages.append(ResidualBlock(features, width * 2**stage, stride, norm, dtype, rngs))
                 features = width * 2**stage
         self.blocks = nnx.List(stages)
         self.head = nnx.Linear(features, classes, dtype=dtype, rngs=rngs)

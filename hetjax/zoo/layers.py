@@ -4,7 +4,7 @@ Precision: compute may be coarse, what leaves a model is at least float32.
 
 Dropout that holds no random state: the caller brings the keys, so the noise of a sample follows the sample.
 
-Group normalisation of one image at a time: no statistics across samples, so no split of a batch can change it.
+Group normalization of one image at a time: no statistics across samples, so no split of a batch can change it.
 
 Y. Wu, K. He: Group Normalization, ECCV 2018. Flax's own layer insists on exactly one batch axis in front.
 
@@ -72,9 +72,9 @@ class GroupNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         grouped = wide(x).reshape(*x.shape[:-1], self.groups, -1)
         axes = (-4, -3, -1)
-        centred = grouped - grouped.mean(axes, keepdims=True)
-        variance = jnp.square(centred).mean(axes, keepdims=True)
-        normal = (centred * jax.lax.rsqrt(variance + self.epsilon)).reshape(x.shape)
+        centered = grouped - grouped.mean(axes, keepdims=True)
+        variance = jnp.square(centered).mean(axes, keepdims=True)
+        normal = (centered * jax.lax.rsqrt(variance + self.epsilon)).reshape(x.shape)
         return (normal * self.scale + self.bias).astype(self.dtype or x.dtype)
 
 

@@ -24,7 +24,7 @@ def causal_attention(q_HxTxD: jax.Array, k_HxTxD: jax.Array, v_HxTxD: jax.Array)
     return shares_HxTxT.astype(v_HxTxD.dtype) @ v_HxTxD
 
 
-class Block(nnx.Module):
+class TransformerBlock(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), dropout on both branches."""
 
     def __init__(self, width: int, heads: int, dropout: float, dtype: Compute, rngs: nnx.Rngs):
@@ -70,7 +70,7 @@ class Transformer(nnx.Module):
         self.embedding = nnx.Param(small(rngs.params(), (vocab, width), jnp.float32))
         self.position = nnx.Param(small(rngs.params(), (window, width), jnp.float32))
         self.dropout = Dropout(dropout)
-        self.blocks = nnx.List([Block(width, heads, dropout, dtype, rngs) for _ in range(depth)])
+        self.blocks = nnx.List([TransformerBlock(width, heads, dropout, dtype, rngs) for _ in range(depth)])
         self.norm = nnx.LayerNorm(width, dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens_T: jax.Array, *, rngs: nnx.Rngs | None = None) -> jax.Array:

@@ -37,7 +37,7 @@ def flax_model(sync="groups"):
 
 
 def reference(params, stats, optimizer, group, steps):
-    """Written from the definition: normalise each group of the global batch by its own mean and variance."""
+    """Written from the definition: normalize each group of the global batch by its own mean and variance."""
     sampler, opt_state, cursor = Sampler(SAMPLES, BATCH, 0), optimizer.init(params), 0
 
     def mean_loss(params, x, y):

@@ -306,7 +306,7 @@ def test_a_state_of_several_sets_is_tried_too():
     model = nnx_model(hetjax.BatchNorm(6, group=GROUP))
     options = {
         "batch_size": 16,
-        "sync": "decentralised",
+        "sync": "decentralized",
         "devices": jax.devices()[:2],
         "controller": "equal",
         "engine": hetjax.Chunked(rungs=[8]),

@@ -52,7 +52,7 @@ def test_a_state_further_on_in_the_same_step_is_saved_too(tmp_path):
 
 def test_stacked_replicas_and_what_a_sync_keeps_come_back(tmp_path):
     stacked = jax.tree.map(lambda x: np.stack([x, x + 1, x + 2]), state_of(PARAMS).core)
-    moments = optax.adam(1e-3).init(PARAMS)  # a tree formed like the optimiser's part of the state
+    moments = optax.adam(1e-3).init(PARAMS)  # a tree formed like the optimizer's part of the state
     more = {"sent": [stacked[0], (np.int32(4), None)], "age": np.arange(3), "moments": moments, "nothing": {}}
     state = State(*stacked, step=2, cursor=5, replicas=3, more=more)
     found = checkpoint.restore(checkpoint.save(tmp_path, state, FakeTrainer()), fresh(), FakeTrainer()).state
@@ -101,10 +101,10 @@ def test_another_model_is_refused_before_the_trainer_hears_of_it(tmp_path, param
     assert trainer.recalled is None
 
 
-def test_another_optimiser_is_refused(tmp_path):
+def test_another_optimizer_is_refused(tmp_path):
     path = checkpoint.save(tmp_path, state_of(PARAMS), FakeTrainer())
     like = State(PARAMS, {"mean": np.zeros(2, np.float32)}, optax.sgd(0.1, momentum=0.9).init(PARAMS), PARAMS)
-    with pytest.raises(ValueError, match=r"another model or optimiser: .* first opt_state"):
+    with pytest.raises(ValueError, match=r"another model or optimizer: .* first opt_state"):
         checkpoint.restore(path, like, FakeTrainer())
 
 

@@ -70,9 +70,9 @@ def test_labels_targets_and_nothing_at_all():
         read_classes(MemorySource(data), np.zeros((60, 1)), 61)
     two = read_features(MemorySource(data), "raw")
     two[:30] += 100
-    unlabelled = read_classes(MemorySource({"image": data["image"]}), two, 2)
-    assert sorted(np.bincount(unlabelled).tolist()) == [30, 30]
-    assert len({*unlabelled[:30]}) == 1
+    unlabeled = read_classes(MemorySource({"image": data["image"]}), two, 2)
+    assert sorted(np.bincount(unlabeled).tolist()) == [30, 30]
+    assert len({*unlabeled[:30]}) == 1
 
 
 @pytest.mark.parametrize("kind", ["submodular", "random", "class-balanced"])

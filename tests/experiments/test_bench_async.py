@@ -27,7 +27,7 @@ def test_medians_over_the_seeds_and_a_target_missed_once_is_missed():
 
 
 def test_equal_counts_take_the_balanced_runs_steps_at_their_own_speed():
-    equal = {"step_time": 0.5, "utilisation": 0.1, "samples_to_target": None, "time_to_target_s": None, "updates": 4}
+    equal = {"step_time": 0.5, "utilization": 0.1, "samples_to_target": None, "time_to_target_s": None, "updates": 4}
     balanced = [{"samples_to_target": 2560, "updates": 12}, {"samples_to_target": None, "updates": 99}]
     first, second = as_balanced(equal, balanced)
     assert (first["time_to_target_s"], first["samples_to_target"], first["updates"]) == (5.0, 2560, 12)
@@ -60,8 +60,8 @@ def test_a_short_bench_from_end_to_end(tmp_path, monkeypatch, capsys):
     assert ratio == "1:16"
     assert set(found[ratio]) == set(SYNCS)
     for figures in found[ratio].values():
-        assert figures.keys() >= {"utilisation", "time_to_target_s", "samples_to_target", "update_share"}
-        assert 0 < figures["utilisation"] <= 1.01
+        assert figures.keys() >= {"utilization", "time_to_target_s", "samples_to_target", "update_share"}
+        assert 0 < figures["utilization"] <= 1.01
         assert figures["time_to_target_s"] > 0
         assert sum(figures["update_share"]) == pytest.approx(1)
     steps = found[ratio]["balanced"]["samples_to_target"] / bench_async.BATCH

@@ -13,13 +13,13 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
 import bench_controllers
 from benches import controller_traces
 
-from hetjax.planning.simulator import Run
+from hetjax.planning.simulator import SimulatedRun
 
 
 def made_up(times, changes=()):
     times_T = np.array(times, float)
     changed_T = np.isin(np.arange(len(times_T)), changes)
-    return Run(times_T, times_T, changed_T, np.zeros((len(times_T), 1), np.int64))
+    return SimulatedRun(times_T, times_T, changed_T, np.zeros((len(times_T), 1), np.int64))
 
 
 def test_regret_and_settling_by_hand():

@@ -9,7 +9,7 @@ import pytest
 import train
 from training import configs
 
-from hetjax.report import Report
+from hetjax.report import ReportFiles
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +23,7 @@ def test_a_config_says_what_to_expect(name):
 
 @pytest.mark.parametrize("name", configs.names())
 def test_a_config_takes_one_step(name, tmp_path, monkeypatch):
-    drawn = Report((tmp_path / "run.png",), tmp_path / "report.html")
+    drawn = ReportFiles((tmp_path / "run.png",), tmp_path / "report.html")
     monkeypatch.setattr(train.watch, "report", lambda *_, **__: drawn)  # pictures have tests of their own
     flags = ["--config", name, "--steps", "1", "--width", "4", "--batch-size", "32", "--out", str(tmp_path / "run")]
     if name == "fashion_mnist":

@@ -6,7 +6,7 @@ import pytest
 from studies import rcd_sgd
 from studies.rcd_sgd import Args, Curve
 
-from hetjax.sync import AllReduce, Decentralised
+from hetjax.sync import AllReduce, Decentralized
 
 pytestmark = pytest.mark.slow
 
@@ -20,10 +20,10 @@ def test_where_a_curve_reaches_the_target():
 
 
 def test_how_often_a_worker_sends():
-    assert rcd_sgd.sent(Decentralised("ring", 2), 4, 10, 0) == 2 * 5  # to both neighbours, in steps 0, 2, 4, 6, 8
-    assert rcd_sgd.sent(Decentralised("complete", 3), 4, 10, 0) == 1.5 * 4
+    assert rcd_sgd.sent(Decentralized("ring", 2), 4, 10, 0) == 2 * 5  # to both neighbors, in steps 0, 2, 4, 6, 8
+    assert rcd_sgd.sent(Decentralized("complete", 3), 4, 10, 0) == 1.5 * 4
     assert rcd_sgd.sent(AllReduce(), 4, 10, 0) == 1.5 * 10
-    drawn = rcd_sgd.sent(Decentralised("ring", 1, matcha_budget=0.5), 4, 1000, 0)
+    drawn = rcd_sgd.sent(Decentralized("ring", 1, matcha_budget=0.5), 4, 1000, 0)
     assert 900 < drawn < 1100  # two matchings, each in half of the steps
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import train
 
-from hetjax.report import Report, read_run
+from hetjax.report import ReportFiles, read_run
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +24,7 @@ def read(path):
 @pytest.fixture
 def no_pictures(monkeypatch, tmp_path):
     """Pictures take longer than these runs, and have tests of their own."""
-    drawn = Report((tmp_path / "run.png",), tmp_path / "report.html")
+    drawn = ReportFiles((tmp_path / "run.png",), tmp_path / "report.html")
     monkeypatch.setattr(train.watch, "report", lambda *_, **__: drawn)
 
 
@@ -39,11 +39,11 @@ def test_a_run_fills_its_folder_and_shows_its_workers(tmp_path, capsys):
     assert run.asynchronous
     assert sum(summary["update_share"]) == pytest.approx(1)
     assert sum(summary["staleness"].values()) == summary["updates"] == np.nansum(run.updates_SxW)
-    assert all(0 < share <= 1.01 for share in summary["utilisation"])
+    assert all(0 < share <= 1.01 for share in summary["utilization"])
     told = capsys.readouterr().out
     assert "accuracy" in told
     assert "updates " in told
-    assert "utilisation per worker" in (tmp_path / "report.html").read_text()
+    assert "utilization per worker" in (tmp_path / "report.html").read_text()
 
 
 def test_a_replay_is_the_same_run_again(tmp_path, no_pictures):

@@ -46,7 +46,7 @@ def test_a_run_of_rcd_sgd_as_published(tmp_path):
     assert (blocks.settings["rule"], blocks.settings["carry"]) == ("min-block", False)
     assert np.abs(read_run(tmp_path).counts_SxW - 64 * blocks.sizes_W / 1438).max() < 2
     told = json.loads((tmp_path / "summary.json").read_text())
-    assert (told["partition"], told["controller"], told["sync"]) == ("submodular", "static", "decentralised")
+    assert (told["partition"], told["controller"], told["sync"]) == ("submodular", "static", "decentralized")
 
 
 def test_blocks_follow_the_simulated_speeds_and_a_resumed_run_keeps_them(tmp_path):

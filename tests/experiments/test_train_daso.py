@@ -13,7 +13,7 @@ SAMPLES = 1438  # of digits
 @pytest.mark.parametrize("flags", [[], ["--faithful"]])
 @pytest.mark.slow
 def test_one_process(flags, tmp_path):
-    """With the optimiser that is the default, whose state is no parameters."""
+    """With the optimizer that is the default, whose state is no parameters."""
     tiny = ["--model", "mlp", "--width", "8", "--batch-size", "500", "--devices", "2", "--epochs", "5"]
     assert train.main([*tiny, "--strategy", "daso", *flags, "--out", str(tmp_path)]) == 0
     summary = json.loads((tmp_path / "summary.json").read_text())

@@ -15,7 +15,7 @@ from sample_log import samples_of
 from tiny_problem import trainer_for
 
 from hetjax import checkpoint
-from hetjax.fleet.distributed import initialise, leave
+from hetjax.fleet.distributed import initialize, leave
 from hetjax.interrupt import stop_on_signals
 from hetjax.launch.heartbeat import from_environment
 
@@ -30,7 +30,7 @@ def main():
     flags.add_argument("--sync", default="allreduce")
     flags.add_argument("--controller", default="balanced")
     asked = flags.parse_args()
-    place = initialise(wait_limit=60)
+    place = initialize(wait_limit=60)
     heart = from_environment()
     leave(run(asked, place.first, [] if heart is None else [heart]), together=True)
 

@@ -87,9 +87,9 @@ def test_elastic_on_the_survivors_of_a_killed_and_a_stopped_process(place):
 
 
 def test_a_state_spread_over_processes_is_saved_and_restored(place):
-    """Decentralised workers each hold parameters of their own: all processes take part in a checkpoint."""
-    steps, options = 150, ("--sync", "decentralised", "--controller", "equal", "--save-seconds", 0.2)
-    whole = losses_of_one_worker(steps, workers=2, sync="decentralised")
+    """Decentralized workers each hold parameters of their own: all processes take part in a checkpoint."""
+    steps, options = 150, ("--sync", "decentralized", "--controller", "equal", "--save-seconds", 0.2)
+    whole = losses_of_one_worker(steps, workers=2, sync="decentralized")
     flags = ["--processes", 2, "--", PROGRAM, place.folder / "run", steps, *options]
     run = launch(place, *flags)
     run.wait_for_rows(15)

@@ -2,7 +2,7 @@
 
 Random plans (the same in all processes) with each engine, once with sums too large to be sent by everybody to
 everybody, and once unequal shares that stay; every process writes what it saw and which samples it read.
-MISTAKE: 'plan', process 1 plans step 3 otherwise; 'start', it starts from other parameters; 'optimiser', with another
+MISTAKE: 'plan', process 1 plans step 3 otherwise; 'start', it starts from other parameters; 'optimizer', with another
 momentum; 'end', it wants to train for longer.
 """
 
@@ -55,7 +55,7 @@ def runs(devices, mistake=None, process=0):
         )  # fmt: skip
         if mistake == "start" and process == 1:
             state = trainer.init({name: value + 1 for name, value in state.params.items()})
-        if mistake == "optimiser" and process == 1:
+        if mistake == "optimizer" and process == 1:
             state = replace(state, opt_state=jax.tree.map(lambda x: x + 1, state.opt_state))
         read, steps = Reads(source), STEPS + (mistake == "end" and process == 1)
         limit = patch.object(transports, "_AT_ONCE", 0) if name == "large" else nullcontext()
@@ -89,11 +89,11 @@ class Reads:
 def main():
     import jax
 
-    from hetjax.fleet.distributed import initialise, leave
+    from hetjax.fleet.distributed import initialize, leave
 
     per_process, folder, *mistake = sys.argv[1:]
     jax.config.update("jax_num_cpu_devices", int(per_process))
-    place = initialise(wait_limit=60, heartbeat_limit=10)
+    place = initialize(wait_limit=60, heartbeat_limit=10)
     try:
         found = runs(None, *mistake, process=place.process)
     except (ValueError, RuntimeError) as error:

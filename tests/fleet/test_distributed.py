@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hetjax.fleet.distributed import Place, detected_cluster, find_place
+from hetjax.fleet.distributed import ProcessInfo, detected_cluster, find_place
 from hetjax.fleet.rendezvous import free_port, is_loopback, own_address_towards
 
 ROOT = Path(__file__).parents[2]
@@ -19,9 +19,9 @@ LAUNCHER = {"HETJAX_COORDINATOR": "127.0.0.1:5000", "HETJAX_PROCESSES": "2", "HE
 # Joins, adds the process numbers (from 1) of all in a collective, says on which addresses it listens, and leaves.
 PROGRAM = """
 import os, sys
-from hetjax.fleet import initialise, leave
+from hetjax.fleet import initialize, leave
 try:
-    place = initialise(start_limit=float(os.environ.get("LIMIT", 60)), heartbeat_limit=5)
+    place = initialize(start_limit=float(os.environ.get("LIMIT", 60)), heartbeat_limit=5)
 except (ValueError, OSError) as error:
     print("error:", error, flush=True)
     leave(2, together=False)
@@ -78,15 +78,15 @@ def told_to(processes=2, **more):
 
 
 def test_a_single_process_needs_nothing():
-    assert find_place(None, None, None, {}) == Place()
-    assert find_place(None, None, None, {**LAUNCHER, "HETJAX_PROCESSES": "1", "HETJAX_PROCESS": "0"}) == Place()
-    assert find_place("nowhere:1", 1, 0, {}) == Place()
-    assert Place().first
+    assert find_place(None, None, None, {}) == ProcessInfo()
+    assert find_place(None, None, None, {**LAUNCHER, "HETJAX_PROCESSES": "1", "HETJAX_PROCESS": "0"}) == ProcessInfo()
+    assert find_place("nowhere:1", 1, 0, {}) == ProcessInfo()
+    assert ProcessInfo().first
 
 
 def test_arguments_come_before_the_launcher():
-    assert find_place(None, None, None, LAUNCHER) == Place(1, 2, "127.0.0.1:5000", "the launcher")
-    assert find_place("host:1", 4, 3, LAUNCHER) == Place(3, 4, "host:1", "its arguments")
+    assert find_place(None, None, None, LAUNCHER) == ProcessInfo(1, 2, "127.0.0.1:5000", "the launcher")
+    assert find_place("host:1", 4, 3, LAUNCHER) == ProcessInfo(3, 4, "host:1", "its arguments")
 
 
 @pytest.mark.parametrize(
@@ -113,21 +113,23 @@ def test_a_variable_that_is_no_number():
 def test_slurm_says_all(monkeypatch):
     for name, value in {**SLURM, "SLURM_PROCID": "1", "SLURM_STEP_NODELIST": "node[07-09],x"}.items():
         monkeypatch.setenv(name, value)
-    assert find_place(None, None, None, os.environ) == Place(1, 2, "node07:61586", "slurm")  # 4242 mod 4096 + 61440
-    assert find_place("other:99", None, None, os.environ) == Place(1, 2, "other:99", "slurm")
+    assert find_place(None, None, None, os.environ) == ProcessInfo(
+        1, 2, "node07:61586", "slurm"
+    )  # 4242 mod 4096 + 61440
+    assert find_place("other:99", None, None, os.environ) == ProcessInfo(1, 2, "other:99", "slurm")
     assert find_place(None, None, None, {**os.environ, **LAUNCHER}).source == "the launcher"
     monkeypatch.setenv("SLURM_NTASKS", "1")
-    assert find_place(None, None, None, os.environ) == Place()
+    assert find_place(None, None, None, os.environ) == ProcessInfo()
 
 
 def test_open_mpi_5_has_to_be_told_where(monkeypatch):
     for name, value in {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}.items():
         monkeypatch.setenv(name, value)
-    assert find_place("host:1", None, None, os.environ) == Place(2, 4, "host:1", "ompi")
+    assert find_place("host:1", None, None, os.environ) == ProcessInfo(2, 4, "host:1", "ompi")
     with pytest.raises(ValueError, match="mpirun -x HETJAX_COORDINATOR=HOST:PORT"):
         find_place(None, None, None, os.environ)
     monkeypatch.setenv("HETJAX_COORDINATOR", "host:2")
-    assert find_place(None, None, None, os.environ) == Place(2, 4, "host:2", "ompi")
+    assert find_place(None, None, None, os.environ) == ProcessInfo(2, 4, "host:2", "ompi")
 
 
 def test_a_pod_is_no_cluster_by_itself(monkeypatch):
@@ -141,7 +143,7 @@ def test_a_pod_of_an_indexed_job_does_not_train_alone_by_mistake(monkeypatch):
     monkeypatch.setenv("JOB_COMPLETION_INDEX", "3")
     with pytest.raises(ValueError, match=r"pod 3 of an indexed job .* pip install 'jax\[k8s\]'"):
         find_place(None, None, None, os.environ)
-    assert find_place(None, 1, None, os.environ) == Place()
+    assert find_place(None, 1, None, os.environ) == ProcessInfo()
     assert find_place("host:1", 4, 3, os.environ).source == "its arguments"
 
 

@@ -26,12 +26,12 @@ COUNTS_COMPILES = """
 import os, sys
 from pathlib import Path
 from tiny_problem import trainer_for
-from hetjax.fleet.distributed import initialise, leave
+from hetjax.fleet.distributed import initialize, leave
 from hetjax.devices.compile import ProgramStore
 
 stored, write = [], ProgramStore.write
 ProgramStore.write = lambda self, key, content: stored.append(key) or write(self, key, content)
-place, again = initialise(wait_limit=60), "HETJAX_RESTART" in os.environ
+place, again = initialize(wait_limit=60), "HETJAX_RESTART" in os.environ
 trainer, source, state = trainer_for(None)
 with trainer:
     state, _ = trainer.fit(state, source, steps=3)
@@ -47,7 +47,7 @@ from pathlib import Path
 import numpy as np, optax
 from tiny_problem import BATCH, loss_fn, source
 import hetjax
-from hetjax.fleet.distributed import initialise, leave
+from hetjax.fleet.distributed import initialize, leave
 
 class Lazy:
     def __init__(self, tree):
@@ -58,7 +58,7 @@ class Lazy:
         self.read.append([start, stop])
         return {name: x[start:stop] for name, x in self.tree.items()}
 
-place = initialise(wait_limit=60)
+place = initialize(wait_limit=60)
 rows, messages = source(), []
 logging.getLogger("hetjax").addHandler(logging.Handler())
 logging.getLogger("hetjax").setLevel("INFO")
@@ -162,7 +162,7 @@ def _samples(steps):
     [
         ("plan", "used another plan than this process in step"),
         ("start", "Process 1 differs from process 0 in its parameters"),
-        ("optimiser", "Process 1 differs from process 0 in its state of the optimizer"),
+        ("optimizer", "Process 1 differs from process 0 in its state of the optimizer"),
         ("end", "Process 1 differs from process 0 in its end of training: 2250 instead of 2100"),
     ],
 )

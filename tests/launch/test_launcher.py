@@ -250,8 +250,8 @@ def test_elastic_goes_on_with_those_that_are_left(place):
     assert {line.partition(" ")[2] for line in lines[:-1]} == {"lost -", "lost 1", "lost 0,1"}  # by first numbers
 
 
-def test_a_colour_for_each_process_on_a_terminal(place):
-    """A pseudo-terminal as output; the lines come with colours there."""
+def test_a_color_for_each_process_on_a_terminal(place):
+    """A pseudo-terminal as output; the lines come with colors there."""
     reader, writer = os.openpty()
     launcher = place.start("--", place.program("print('here')"), stdout=writer)
     launcher.communicate(timeout=30)

@@ -9,12 +9,12 @@ from launching import until
 
 from hetjax.fleet import rendezvous as meeting_point
 from hetjax.fleet.rendezvous import address_to_bind, is_loopback, own_address_towards, split_address
-from hetjax.launch.heartbeat import Beat, Listener, Pulse, from_environment
+from hetjax.launch.heartbeat import Beat, HangDetector, Listener, from_environment
 from hetjax.launch.placement import cores_for, gpus_here, shares_of_gpus
 
 
 def test_a_pulse_runs_out():
-    pulse = Pulse(silent_limit=10, step_limit=60)
+    pulse = HangDetector(silent_limit=10, step_limit=60)
     pulse.hear(Beat(alive=0), now=0)
     assert pulse.complaint(now=1000) is None  # a program without a heartbeat
     pulse.hear(Beat(alive=1), now=1000)
@@ -25,7 +25,7 @@ def test_a_pulse_runs_out():
 
 
 def test_steps_have_to_come_only_while_steps_are_taken():
-    pulse = Pulse(silent_limit=10, step_limit=60)
+    pulse = HangDetector(silent_limit=10, step_limit=60)
     for now, begun, ended, step, told in [
         (0, 0, 0, 0, None),
         (500, 0, 0, 0, None),  # compiling
@@ -43,7 +43,7 @@ def test_steps_have_to_come_only_while_steps_are_taken():
 
 
 def test_a_stopped_process_is_named_as_such_and_forgiven_when_it_goes_on():
-    pulse = Pulse(silent_limit=10, step_limit=60)
+    pulse = HangDetector(silent_limit=10, step_limit=60)
     pulse.hear(Beat(), 0, stopped=True)
     pulse.hear(Beat(), 11, stopped=True)
     assert pulse.complaint(11) == "has been stopped (SIGSTOP or a debugger) for 11 s"

@@ -11,7 +11,7 @@ from launching import BEAT, cgroup_home, until
 
 from hetjax.launch import guard, quotas
 from hetjax.launch.heartbeat import Beat
-from hetjax.launch.quotas import CpuQuota, Disturbance, Home, QuotasRefused, Throttle, find_home, remove_stale
+from hetjax.launch.quotas import CgroupRoot, CpuQuota, Disturbance, QuotasRefused, Throttle, find_home, remove_stale
 
 allowed = pytest.mark.skipif(cgroup_home() is None, reason="control groups cannot be made here")
 BUSY = [sys.executable, "-S", "-c", "while True: pass"]
@@ -177,7 +177,7 @@ class FakeGroups:
 
 def test_version_2_writes_quota_and_period(tmp_path):
     groups = FakeGroups(tmp_path)
-    quota = CpuQuota("test", Home(groups.own, 2))
+    quota = CpuQuota("test", CgroupRoot(groups.own, 2))
     for cores, told in [(0.25, "2500 10000"), (2, "20000 10000"), (0.05, "1000 20000"), (None, "max 10000")]:
         quota.set(cores)
         assert (quota.path / "cpu.max").read_text() == told
@@ -252,7 +252,7 @@ def test_a_launcher_alone_in_its_group_steps_aside_and_back(tmp_path, request, m
     request.getfixturevalue("kernel")
     monkeypatch.setattr(quotas.atexit, "register", lambda *call: at_exit.append(call))
     home = find_home(groups.proc)
-    assert home == find_home(groups.proc) == Home(groups.own, 2)
+    assert home == find_home(groups.proc) == CgroupRoot(groups.own, 2)
     inside = quotas.launchers_own(home.path)
     assert (inside / "cgroup.procs").read_text() == me
     assert (groups.own / "cgroup.procs").read_text() == ""
@@ -284,6 +284,6 @@ def test_no_linux_no_quotas(tmp_path):
 
 @pytest.mark.parametrize("cores", [0, -1, float("nan"), float("inf")])
 def test_a_quota_is_a_sensible_number(tmp_path, cores):
-    quota = CpuQuota("test", Home(FakeGroups(tmp_path).own, 2))
+    quota = CpuQuota("test", CgroupRoot(FakeGroups(tmp_path).own, 2))
     with pytest.raises(ValueError, match="number of cores"):
         quota.set(cores)

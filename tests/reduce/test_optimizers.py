@@ -47,7 +47,7 @@ def test_an_optimizer_that_takes_the_loss_does_what_it_does_alone(optimizer):
     np.testing.assert_allclose(state.params["w"], params["w"], rtol=1e-5)
 
 
-@pytest.mark.parametrize("sync", ["decentralised", "hogbatch"])
+@pytest.mark.parametrize("sync", ["decentralized", "hogbatch"])
 def test_so_do_the_other_syncs(sync):
     extra = {"engine": "auto"} if sync == "hogbatch" else {}
     state, _, told = run(plateau(patience=2), {"w": jnp.zeros(3)}, sync=sync, **extra)
@@ -107,6 +107,6 @@ def test_integers_in_a_flax_model_pass_through():
 
 def test_integers_are_refused_where_they_cannot_pass_or_are_all():
     with pytest.raises(ValueError, match=r"\['bits'\] is int32.*nnx\.Variable"):
-        run(optax.sgd(0.1), fixed({"w": jnp.zeros(3)}), sync="decentralised")
+        run(optax.sgd(0.1), fixed({"w": jnp.zeros(3)}), sync="decentralized")
     with pytest.raises(ValueError, match="nothing to train"):
         run(optax.sgd(0.1), fixed({}))

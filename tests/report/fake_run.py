@@ -141,7 +141,7 @@ def write_fake_async_run(folder: Path, *, workers: int = 2, steps: int = 60, see
             "samples_per_s": samples / seconds,
             "updates": int(total_W.sum()),
             "update_share": (total_W / total_W.sum()).tolist(),
-            "utilisation": np.where(np.arange(workers) == 0, 0.97, 0.9).tolist(),
+            "utilization": np.where(np.arange(workers) == 0, 0.97, 0.9).tolist(),
             "staleness": {"0": 10, "1": 100, "3": 7, "90": 1},
         }
     )

@@ -9,7 +9,7 @@ import pytest
 from matplotlib.image import imread
 
 from hetjax.report.blocks import View, blocks_figure, draw_blocks
-from hetjax.report.drawing import style, worker_colour
+from hetjax.report.drawing import style, worker_color
 from hetjax.sampling.blocks import random_blocks
 
 
@@ -39,8 +39,8 @@ def test_the_points_shown_of_many_are_of_all_blocks_however_they_were_dealt():
     for owner in (random_blocks(np.zeros(20_000), [4, 2, 1, 1], seed=0).owner_D, np.repeat([0, 1, 2, 3], 5000)):
         with style():
             figure = blocks_figure("t", {"p": owner}, [shown], {"p": np.ones((4, 1), int)})
-        colours = np.unique(figure.axes[0].collections[0].get_facecolors(), axis=0, return_counts=True)[1]
-        np.testing.assert_allclose(np.sort(colours) / 2500, np.sort(np.bincount(owner)) / 20_000, atol=0.03)
+        colors = np.unique(figure.axes[0].collections[0].get_facecolors(), axis=0, return_counts=True)[1]
+        np.testing.assert_allclose(np.sort(colors) / 2500, np.sort(np.bincount(owner)) / 20_000, atol=0.03)
 
 
 @pytest.mark.parametrize("classes", [1, 20, 200])
@@ -53,5 +53,5 @@ def test_every_block_has_its_mean_at_its_place_and_an_empty_one_none(classes):
     marks = {line.get_label(): line.get_xydata()[0] for line in axes.lines}
     assert set(marks) == {"block 0", "block 2", "block 3", "all: mean and standard deviation"}
     np.testing.assert_allclose(marks["block 2"], shown[0].points_Vx2[2:5].mean(axis=0))
-    assert axes.lines[0].get_color() == worker_colour(0)
+    assert axes.lines[0].get_color() == worker_color(0)
     assert len(figure.axes) == 3

@@ -11,7 +11,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.text import Text
 
 from hetjax.report import report
-from hetjax.report.drawing import running_median, thinned, worker_colour
+from hetjax.report.drawing import running_median, thinned, worker_color
 from hetjax.report.figure import draw_run
 from hetjax.report.panels import strip_steps
 from hetjax.report.run_folder import find_runs, read_run
@@ -96,12 +96,12 @@ def test_the_short_last_step_of_an_epoch_is_no_change_of_plan(tmp_path):
     assert list(run.step_S[run.changes]) == [12, 18]
 
 
-def test_colours_are_stable_and_distinct():
-    colours = [worker_colour(worker) for worker in range(64)]
-    assert len(set(colours)) == 64
-    for one, next_one in pairwise(colours):
+def test_colors_are_stable_and_distinct():
+    colors = [worker_color(worker) for worker in range(64)]
+    assert len(set(colors)) == 64
+    for one, next_one in pairwise(colors):
         assert np.abs(np.subtract(to_rgb(one), to_rgb(next_one))).max() > 0.15
-    brightness = [np.dot(to_rgb(colour), (0.2126, 0.7152, 0.0722)) for colour in colours]
+    brightness = [np.dot(to_rgb(color), (0.2126, 0.7152, 0.0722)) for color in colors]
     assert max(brightness) < 0.9, "too pale to be seen on white"
 
 

@@ -1,4 +1,4 @@
-"""Runs without a barrier: how their utilisation, updates and staleness are read, drawn and shown live."""
+"""Runs without a barrier: how their utilization, updates and staleness are read, drawn and shown live."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from test_display import console, picture, row
 
 from hetjax.report import Display, report
 from hetjax.report.figure import run_figure
-from hetjax.report.panels import staleness_panel, updates_panel, utilisation_panel
+from hetjax.report.panels import staleness_panel, updates_panel, utilization_panel
 from hetjax.report.run_folder import read_run
 
 
@@ -22,7 +22,7 @@ def test_a_run_is_known_by_its_updates(tmp_path):
 def test_the_panels_show_the_numbers(tmp_path):
     run = read_run(write_fake_async_run(tmp_path))
     busy, updates, stale = Figure().subplots(1, 3)
-    utilisation_panel(busy, run)
+    utilization_panel(busy, run)
     assert [text.get_text() for text in busy.get_legend().get_texts()] == ["worker 0: 97%", "worker 1: 90%"]
     for line, share in zip(busy.get_lines(), (0.97, 0.9), strict=False):
         np.testing.assert_allclose(line.get_ydata(), share)
@@ -39,11 +39,11 @@ def test_the_panels_show_the_numbers(tmp_path):
 def test_it_is_drawn_and_told_on_the_page(tmp_path, workers):
     made = report(write_fake_async_run(tmp_path, workers=workers))
     text = made.page.read_text()
-    assert "utilisation per worker" in text
+    assert "utilization per worker" in text
     assert ">97%" in text
     titles = {axes.get_title() for part in run_figure(read_run(tmp_path)).subfigs for axes in part.axes}
     assert titles >= {
-        "Batch of each worker", "Utilisation per worker", "Share of updates per worker", "Staleness of updates",
+        "Batch of each worker", "Utilization per worker", "Share of updates per worker", "Staleness of updates",
     }  # fmt: skip
 
 
@@ -68,5 +68,5 @@ def test_live_the_shares_of_all_updates_so_far_are_shown():
 
 def test_at_the_end_one_line_tells_how_busy_all_were():
     display = Display(console=console(terminal=False))
-    display.summary({"steps": 9, "utilisation": [0.971, 0.9], "update_share": [0.25, 0.75]})
+    display.summary({"steps": 9, "utilization": [0.971, 0.9], "update_share": [0.25, 0.75]})
     assert "9 steps, busy 97% 90%, updates 25% 75%" in display.console.file.getvalue()

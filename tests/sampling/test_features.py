@@ -1,4 +1,4 @@
-"""Features and pseudo-classes: principal components against the SVD, k-means against what it has to minimise."""
+"""Features and pseudo-classes: principal components against the SVD, k-means against what it has to minimize."""
 
 from __future__ import annotations
 

@@ -22,8 +22,9 @@ from hetjax.engines import Chunked, Looped, Masked, Program, Site
 from hetjax.engines.clocks import Clocks
 from hetjax.engines.local import layout_of, train_sums
 from hetjax.reduce import layout as layouts
+from hetjax.reduce.base import own_slots
 from hetjax.reduce.layout import Layout
-from hetjax.reduce.transports import make_reduce, own_slots
+from hetjax.reduce.transports import make_reduce
 from hetjax.reduce.update import Update
 from hetjax.sampling.order import Span
 from hetjax.trainer import Trainer

@@ -11,7 +11,7 @@ import pytest
 from hetjax import Chunked, NonFiniteError, Trainer
 from hetjax.reduce.finite import all_finite
 from hetjax.sampling.order import Sampler
-from hetjax.sync import AdaptiveSgd, Asynchronous, Daso, Decentralised, Hogbatch
+from hetjax.sync import AdaptiveSgd, Asynchronous, Daso, Decentralized, Hogbatch
 
 SAMPLES, BATCH = 48, 16  # three steps an epoch
 
@@ -81,7 +81,7 @@ def test_a_large_gradient_is_not_nan(transport):
 SYNCS = {
     "psum": {},
     "hub": {"transport": "hub"},
-    "decentralised": {"sync": Decentralised("complete")},
+    "decentralized": {"sync": Decentralized("complete")},
     "daso, all at once": {"sync": Daso(nodes=2, warm_up=1)},
     "daso": {"sync": Daso(nodes=2, warm_up=0, cool_down=0)},
     "hogbatch": {"sync": Hogbatch(batches=4)},  # where the row may come to any step

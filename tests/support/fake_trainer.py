@@ -5,10 +5,10 @@ class FakeTrainer:
     def __init__(self, memory=None):
         self.memory, self.recalled, self.asked = memory or {}, None, 0
 
-    def remember(self, state):
+    def state_dict(self, state):
         return self.memory
 
-    def recall(self, saved, state):
+    def load_state_dict(self, saved, state):
         self.recalled = saved
         return state
 

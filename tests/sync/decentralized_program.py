@@ -1,4 +1,4 @@
-"""Decentralised runs as a program of its own, over the processes of the launcher: decentralised_program.py FILE.
+"""Decentralized runs as a program of its own, over the processes of the launcher: decentralized_program.py FILE.
 
 Writes what all workers hold at the end, from the first process. Each run is stopped, saved and resumed half way.
 """
@@ -49,8 +49,8 @@ def results(folder):
     import optax
 
     from hetjax import Chunked, Trainer, checkpoint
-    from hetjax.checkpoint.processes import host_copy
-    from hetjax.sync import Decentralised
+    from hetjax.checkpoint.snapshot import host_copy
+    from hetjax.sync import Decentralized
 
     found, partitions = {}, {"blocks": blocks()}
     for name, options in RUNS.items():
@@ -60,7 +60,7 @@ def results(folder):
             batch_size=BATCH,
             controller="equal",
             partition=partitions.get(name, "global"),
-            sync=Decentralised(**options),
+            sync=Decentralized(**options),
             devices=jax.devices()[:WORKERS],
             engine=Chunked(rungs=[4, BATCH]),
             seed=3,
@@ -81,10 +81,10 @@ def results(folder):
 def main():
     import jax
 
-    from hetjax.fleet.distributed import initialise, leave
+    from hetjax.fleet.distributed import initialize, leave
 
     jax.config.update("jax_num_cpu_devices", WORKERS // 2)
-    place = initialise(wait_limit=60, heartbeat_limit=20)
+    place = initialize(wait_limit=60, heartbeat_limit=20)
     with tempfile.TemporaryDirectory() as folder:
         found = results(Path(folder))
     if place.first:

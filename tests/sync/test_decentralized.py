@@ -1,4 +1,4 @@
-"""Decentralised SGD against the recursion written out in NumPy, what travels, and stopping and going on."""
+"""Decentralized SGD against the recursion written out in NumPy, what travels, and stopping and going on."""
 
 import re
 
@@ -12,13 +12,13 @@ from problems import RandomPlans, problem
 
 from hetjax import Chunked, NonFiniteError, Trainer
 from hetjax.devices.workers import Workers
-from hetjax.engines.clocks import Lap
+from hetjax.engines.clocks import LocalResult
 from hetjax.planning.controllers.base import Plan
-from hetjax.reduce.layout import Layout, Sums
-from hetjax.reduce.transports import own_slots
+from hetjax.reduce.base import own_slots
+from hetjax.reduce.layout import Layout, StepSums
 from hetjax.reduce.update import State
 from hetjax.sampling.order import Sampler, Span
-from hetjax.sync import AllReduce, Decentralised
+from hetjax.sync import AllReduce, Decentralized
 from hetjax.sync.base import Rule, Setting
 from hetjax.sync.topology import complete, matcha, ring
 
@@ -108,7 +108,7 @@ CUSTOM = np.array([[0.5, 0.3, 0.2, 0], [0.1, 0.6, 0.1, 0.2], [0.4, 0, 0.5, 0.1],
 )
 def test_the_recursion_in_float64(topology, every, counts, faithful, momentum):
     data, steps = quadratic(), 14
-    sync = Decentralised(topology, every, faithful=faithful)
+    sync = Decentralized(topology, every, faithful=faithful)
     state, history, answer = trained(data, sync, 4, steps, Counts(counts), optax.sgd(0.05, momentum))
     matrix = {"ring": ring, "complete": complete}[topology](4) if isinstance(topology, str) else topology
     matrices = [matrix if k % every == 0 else np.eye(4) for k in range(steps)]
@@ -123,7 +123,7 @@ def test_the_recursion_in_float64(topology, every, counts, faithful, momentum):
 @pytest.mark.parametrize("workers", [5, 8])
 def test_the_recursion_with_matchas_draws_and_plans_of_any_kind(workers):
     data, steps, seed = quadratic(1), 20, 11
-    sync = Decentralised("ring", 2, matcha_budget=0.4)
+    sync = Decentralized("ring", 2, matcha_budget=0.4)
     state, history, _ = trained(data, sync, workers, steps, RandomPlans(2), seed=seed)
     mixing = matcha(ring(workers), 0.4)
     drawn = [mixing.active(seed, k) for k in range(steps)]
@@ -139,7 +139,7 @@ def test_any_engine_and_float32(engine):
     data = quadratic(dtype=np.float32)
     engine = Chunked(rungs=[4, BATCH]) if engine == "chunked" else engine
     options = {"engine": engine, "capacity": BATCH}
-    state, history, _ = trained(data, Decentralised(mix_every=2), 4, 12, Counts([9, 6, 4, 1]), **options)
+    state, history, _ = trained(data, Decentralized(mix_every=2), 4, 12, Counts([9, 6, 4, 1]), **options)
     matrices = [ring(4) if k % 2 == 0 else np.eye(4) for k in range(12)]
     expected_WxP = by_hand(data, matrices, history.counts, 0.05)
     np.testing.assert_allclose(np.asarray(state.params["x"]), expected_WxP, rtol=1e-5, atol=1e-5)
@@ -163,8 +163,8 @@ def step(reduce, layout, grads, counts):
     laps = []
     for device, grad, count in zip(reduce.workers.devices, grads, counts, strict=True):
         zero = np.zeros(())
-        parts = layout.pack(Sums(grad, (), zero, zero + count, zero + count, {}))
-        laps.append(Lap(tuple(jax.device_put(part[None], device) for part in parts), count, 0.0, 0.0))
+        parts = layout.pack(StepSums(grad, (), zero, zero + count, zero + count, {}))
+        laps.append(LocalResult(tuple(jax.device_put(part[None], device) for part in parts), count, 0.0, 0.0))
     reduce.step(laps, [own_slots(None, count, 0, False) for count in counts], Span(0, 0, sum(counts)))
 
 
@@ -191,7 +191,7 @@ def test_everybody_and_every_step_converges_to_the_solution_of_allreduce(counts,
             step(reduce, layout, grads, counts)
         return np.asarray(sync.answer(reduce.state(0, 0)).params["x"])
 
-    apart = [np.abs(run(Decentralised("complete", faithful=faithful), steps) - expected).max() for steps in (50, 400)]
+    apart = [np.abs(run(Decentralized("complete", faithful=faithful), steps) - expected).max() for steps in (50, 400)]
     assert apart[1] < 0.02
     assert apart[1] < apart[0] / 3
     reduced = run(AllReduce(), 400)
@@ -207,20 +207,20 @@ def collectives(program):
     return [(name, sum(size(shape) for shape in re.findall(r"\w+\[([\d,]*)\]", result))) for result, name in found]
 
 
-def test_only_neighbours_exchange_parameters_and_only_in_mixing_steps():
+def test_only_neighbors_exchange_parameters_and_only_in_mixing_steps():
     params = {"large": jnp.zeros((200, 100)), "small": jnp.zeros(7), "one": jnp.zeros(())}
     size, few = 20008, 100
-    reduce, _ = opened(Decentralised("ring", 2), 8, params, optax.adam(0.1))
+    reduce, _ = opened(Decentralized("ring", 2), 8, params, optax.adam(0.1))
     mixing, still = collectives(reduce.mix), collectives(reduce.stay)
     assert sum(n for name, n in mixing if name == "collective-permute") == 2 * size
     assert {name for name, _ in mixing} == {"collective-permute", "all-reduce"}
     assert sum(n for name, n in mixing if name == "all-reduce") < few
     assert {name for name, _ in still} == {"all-reduce"}
     assert sum(n for _, n in still) < few
-    everybody, _ = opened(Decentralised("complete"), 8, params, optax.sgd(0.1))
+    everybody, _ = opened(Decentralized("complete"), 8, params, optax.sgd(0.1))
     assert {name for name, _ in collectives(everybody.mix)} == {"all-reduce"}
     assert sum(n for _, n in collectives(everybody.mix)) >= size
-    drawn, _ = opened(Decentralised("ring", matcha_budget=0.5), 8, params, optax.sgd(0.1))
+    drawn, _ = opened(Decentralized("ring", matcha_budget=0.5), 8, params, optax.sgd(0.1))
     assert "conditional" in drawn.mix.as_text()
     assert {name for name, _ in collectives(drawn.stay)} == {"all-reduce"}
 
@@ -228,7 +228,7 @@ def test_only_neighbours_exchange_parameters_and_only_in_mixing_steps():
 def test_a_worker_without_samples_only_mixes():
     """Values worked out by hand: three workers at 1, 4 and 7 become 4 - 0.1 * 3 * sum / 6 each."""
     state = State({"x": jnp.array([[1.0], [4.0], [7.0]])}, None, optax.sgd(0.1).init({}), None, 0, 0, 3)
-    reduce, layout = opened(Decentralised("complete"), 3, {"x": jnp.zeros(1)}, optax.sgd(0.1), state)
+    reduce, layout = opened(Decentralized("complete"), 3, {"x": jnp.zeros(1)}, optax.sgd(0.1), state)
     step(reduce, layout, [{"x": np.full(1, 2.0)}, {"x": np.full(1, 8.0)}, {"x": np.zeros(1)}], [2, 4, 0])
     np.testing.assert_allclose(np.asarray(reduce.core[0]["x"]).ravel(), [3.9, 3.6, 4.0], rtol=1e-6)
     assert reduce.report().count == 6
@@ -236,17 +236,17 @@ def test_a_worker_without_samples_only_mixes():
 
 def test_nothing_moves_where_a_gradient_is_not_finite():
     state = State({"x": jnp.array([[1.0], [4.0], [7.0]])}, None, optax.sgd(0.1).init({}), None, 0, 0, 3)
-    reduce, layout = opened(Decentralised("complete"), 3, {"x": jnp.zeros(1)}, optax.sgd(0.1), state)
+    reduce, layout = opened(Decentralized("complete"), 3, {"x": jnp.zeros(1)}, optax.sgd(0.1), state)
     step(reduce, layout, [{"x": np.ones(1)}, {"x": np.full(1, np.nan)}, {"x": np.ones(1)}], [2, 2, 2])
     assert reduce.report().nonfinite_W.tolist() == [False, True, False]
     np.testing.assert_array_equal(np.asarray(reduce.core[0]["x"]).ravel(), [1, 4, 7])
 
 
 def test_the_answer_averages_what_is_a_float_and_keeps_counters():
-    reduce, layout = opened(Decentralised(), 4, {"x": jnp.ones(2)}, optax.adam(0.1), ema_decay=0.5)
+    reduce, layout = opened(Decentralized(), 4, {"x": jnp.ones(2)}, optax.adam(0.1), ema_decay=0.5)
     for k in range(3):
         step(reduce, layout, [{"x": np.array([1.0, i - k])} for i in range(4)], [1, 2, 3, 4])
-    held, answer = reduce.state(3, 30), Decentralised().answer(reduce.state(3, 30))
+    held, answer = reduce.state(3, 30), Decentralized().answer(reduce.state(3, 30))
     assert (answer.replicas, answer.step, answer.cursor) == (0, 3, 30)
     assert int(answer.opt_state[0].count) == 3
     for of in (lambda s: s.params["x"], lambda s: s.ema["x"], lambda s: s.opt_state[0].mu["x"]):
@@ -262,7 +262,7 @@ def on_host(state):
 
 @pytest.mark.parametrize("budget", [None, 0.5])
 def test_stopping_and_going_on_is_the_same_run_to_the_bit(budget):
-    data, sync = quadratic(dtype=np.float32), Decentralised("ring", 2, budget)
+    data, sync = quadratic(dtype=np.float32), Decentralized("ring", 2, budget)
     run = lambda steps, state=None: trained(
         data, sync, 4, steps, Counts([9, 6, 4, 1]), optax.adam(0.01), state, ema_decay=0.9
     )[0]
@@ -275,8 +275,8 @@ def test_stopping_and_going_on_is_the_same_run_to_the_bit(budget):
 
 def test_on_another_number_of_workers_all_start_from_the_answer():
     data = quadratic(dtype=np.float32)
-    state, _, answer = trained(data, Decentralised(), 4, 7, Counts([9, 6, 4, 1]))
-    plain = lambda at: trained(data, Decentralised(), 2, 3, Counts([10, 10]), state=at)[0]
+    state, _, answer = trained(data, Decentralized(), 4, 7, Counts([9, 6, 4, 1]))
+    plain = lambda at: trained(data, Decentralized(), 2, 3, Counts([10, 10]), state=at)[0]
     jax.tree.map(np.testing.assert_array_equal, on_host(plain(on_host(state))), on_host(plain(on_host(answer))))
     reduced = lambda at: trained(data, AllReduce(), 2, 3, Counts([10, 10]), state=at)[0]
     jax.tree.map(np.testing.assert_array_equal, on_host(reduced(on_host(state))), on_host(reduced(on_host(answer))))
@@ -289,7 +289,7 @@ def test_on_another_number_of_workers_all_start_from_the_answer():
 def test_a_model_learns_and_is_tested_by_its_mean():
     made = problem("mlp", samples=200)
     with Trainer(
-        made.loss_fn, optax.adam(1e-2), batch_size=40, controller=RandomPlans(0), sync="decentralised",
+        made.loss_fn, optax.adam(1e-2), batch_size=40, controller=RandomPlans(0), sync="decentralized",
         devices=jax.devices()[:4], engine=Chunked(rungs=[8, 40]), ema_decay=0.5,
     ) as trainer:  # fmt: skip
         state, history = trainer.fit(trainer.init(made.params), made.data, steps=60)
@@ -299,7 +299,7 @@ def test_a_model_learns_and_is_tested_by_its_mean():
     assert tested == averaged
     assert tested["loss"] < 0.8 * history.losses[0]
     assert history.recompiles_after_warmup == 0
-    assert history.transport == "neighbours"
+    assert history.transport == "neighbors"
 
 
 def test_running_statistics_of_a_worker_without_samples_stay():
@@ -310,7 +310,7 @@ def test_running_statistics_of_a_worker_without_samples_stay():
         return (params["x"] * batch["t"]) ** 2, ({"mean": total}, mask_b.sum())
 
     with Trainer(
-        loss_fn, optax.sgd(0.0), batch_size=BATCH, controller=Counts([10, 10, 0, 0]), sync="decentralised",
+        loss_fn, optax.sgd(0.0), batch_size=BATCH, controller=Counts([10, 10, 0, 0]), sync="decentralized",
         devices=jax.devices()[:4], engine=Chunked(rungs=[BATCH]),
     ) as trainer:  # fmt: skip
         state = trainer.init({"x": jnp.ones(())}, {"mean": jnp.full((), 5.0)})
@@ -322,7 +322,7 @@ def test_a_bad_loss_names_the_worker_and_stops():
     data = quadratic(dtype=np.float32)
     data["t"][:] = np.nan
     with pytest.raises(NonFiniteError, match="worker 0, 1, 2, 3"):
-        trained(data, Decentralised(), 4, 3, Counts([9, 6, 4, 1]))
+        trained(data, Decentralized(), 4, 3, Counts([9, 6, 4, 1]))
 
 
 @pytest.mark.parametrize(
@@ -336,9 +336,9 @@ def test_a_bad_loss_names_the_worker_and_stops():
 )
 def test_wrong_options_are_refused(options, sentence):
     with pytest.raises((ValueError, TypeError), match=sentence):
-        Decentralised(**options)
+        Decentralized(**options)
 
 
 def test_a_hub_cannot_exchange():
     with pytest.raises(ValueError, match="sync='allreduce'"):
-        trained(quadratic(dtype=np.float32), Decentralised(), 2, 1, Counts([10, 10]), transport="hub")
+        trained(quadratic(dtype=np.float32), Decentralized(), 2, 1, Counts([10, 10]), transport="hub")

@@ -1,4 +1,4 @@
-"""Decentralised SGD over two processes is the run of one process, saved and resumed on the way."""
+"""Decentralized SGD over two processes is the run of one process, saved and resumed on the way."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import quick_compiles
-from decentralised_program import RUNS, results
+from decentralized_program import RUNS, results
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +20,7 @@ def test_two_processes_hold_what_one_process_holds(tmp_path):
     found = tmp_path / "found.json"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     environment["XLA_FLAGS"] = quick_compiles.FLAGS  # without the tests' own eight devices
-    program = [str(ROOT / "tests/sync/decentralised_program.py"), str(found)]
+    program = [str(ROOT / "tests/sync/decentralized_program.py"), str(found)]
     told = subprocess.run(
         [sys.executable, "-m", "hetjax", "launch", "--processes", "2", "--", *program],
         env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=150,

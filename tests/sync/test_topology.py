@@ -17,7 +17,7 @@ from hetjax.sync.topology import (
     matcha,
     matchings,
     mixing_weight,
-    neighbours,
+    neighbors,
     ring,
     topology,
 )
@@ -78,7 +78,7 @@ def test_rounds_make_up_w_and_are_as_few_as_there_can_be(seed):
 
 def test_no_links_no_rounds():
     assert exchange_rounds([], 3) == ()
-    assert neighbours(np.eye(3)) == []
+    assert neighbors(np.eye(3)) == []
 
 
 @pytest.mark.parametrize("kind", ["json", "npy"])

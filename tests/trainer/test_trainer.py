@@ -306,8 +306,8 @@ def test_padding_is_charged_and_masked_shows_no_gain():
         with trainer_for(made, speeds=simulation, **options) as trainer:
             _, history = trainer.fit(trainer.init(made.params), made.data, steps=20)
         last[engine] = history.records[-3]
-        modelled = last[engine].rows_W * simulation.row_time / np.array([1, 0.25])
-        assert (last[engine].times_W >= 0.999 * modelled).all()
+        modeled = last[engine].rows_W * simulation.row_time / np.array([1, 0.25])
+        assert (last[engine].times_W >= 0.999 * modeled).all()
     assert last["chunked"].rows_W[0] > 2 * last["chunked"].rows_W[1]
     assert last["masked"].rows_W.tolist() == [64, 64]
     assert last["masked"].counts_W.min() >= 1

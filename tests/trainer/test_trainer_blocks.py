@@ -53,9 +53,9 @@ def test_a_run_on_blocks_goes_on_where_it_stopped():
         whole, _ = trainer.fit(trainer.init({"w": jnp.zeros(5)}), DATA, steps=7)
     with trainer_for(blocks) as first:
         state, _ = first.fit(first.init({"w": jnp.zeros(5)}), DATA, steps=3)
-        saved = first.remember(state)
+        saved = first.state_dict(state)
     with trainer_for(blocks) as second:
-        state, _ = second.fit(second.recall(saved, state), DATA, steps=4)
+        state, _ = second.fit(second.load_state_dict(saved, state), DATA, steps=4)
     np.testing.assert_allclose(state.params["w"], whole.params["w"], rtol=1e-6)
     assert state.cursor == whole.cursor
 

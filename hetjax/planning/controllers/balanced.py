@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hetjax.planning.allocation import solve, within_reach
-from hetjax.planning.controllers.base import Frame, Observation, Plan
+from hetjax.planning.controllers.base import ControllerBase, Observation, Plan
 from hetjax.planning.cost_model import CostModel, ln
 from hetjax.planning.limits import Limits
 from hetjax.planning.rounding import allowed
@@ -17,8 +17,8 @@ _LOOKS = (8, 24, 72)  # steps after which counts are looked at again
 _DEAREST = 1000.0  # the most that a trial counts, in steps
 
 
-class Balanced(Frame):
-    """Counts n minimise max_i (startup_i + per_work_i stairs_i(n_i)) under the cost model of `CostModel`.
+class Balanced(ControllerBase):
+    """Counts n minimize max_i (startup_i + per_work_i stairs_i(n_i)) under the cost model of `CostModel`.
 
     With T(n) that maximum for the counts in force and T* its minimum, new counts are taken when
 

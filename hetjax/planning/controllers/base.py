@@ -83,7 +83,7 @@ class Controller(Protocol):
         ...
 
 
-class Frame:
+class ControllerBase:
     """A controller that keeps counts in force; a law only says when and how to move them.
 
     A subclass fills in `begin` (everything it learns, for a number of workers), `observe` and `decide`, and names in
@@ -167,7 +167,7 @@ def _plain(value: Any) -> Any:
 Cadence = int | Literal["epoch"]
 
 
-class Cadenced(Frame):
+class Cadenced(ControllerBase):
     """Sums counts and times between two moments of decision and hands them to the `law`.
 
     The sums are those of the steps really timed, so a timing that arrives after a change still speaks for the counts

@@ -21,12 +21,12 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from hetjax.planning.allocation import solve
-from hetjax.planning.controllers.base import Cadence, Cadenced, Frame, Observation, Plan
+from hetjax.planning.controllers.base import Cadence, Cadenced, ControllerBase, Observation, Plan
 from hetjax.planning.limits import Limits
 from hetjax.planning.rounding import largest_remainder
 
 
-class Equal(Frame):
+class Equal(ControllerBase):
     """n_i = batch / N within the limits, odd samples to the lower index."""
 
     name = "equal"
@@ -35,7 +35,7 @@ class Equal(Frame):
         return np.ones(self.workers)
 
 
-class Fixed(Frame):
+class Fixed(ControllerBase):
     """n_i = B p_i / sum_k p_k in every step, in whole samples by largest remainder, within the limits.
 
     Args:
@@ -109,7 +109,7 @@ def _read(text: str) -> list[float] | dict[str, float]:
     raise ValueError(f"The shares are {text!r}; expected numbers such as '4,2,1,1', or kinds such as 'gpu=4,cpu=1'.")
 
 
-class Static(Frame):
+class Static(ControllerBase):
     """p_i = (n_i / t_i) / sum_k (n_k / t_k) from the first step observed; a worker without a timing gets the mean rate.
 
     Shares that are known beforehand: the controller `fixed`.
@@ -176,7 +176,7 @@ class Proportional(Cadenced):
 Costs = Callable[[int], tuple[np.ndarray, np.ndarray]]
 
 
-class Oracle(Frame):
+class Oracle(ControllerBase):
     """n = argmin max_i (startup_i(k) + per_work_i(k) stairs_i(n_i)) in step k, with the true mean costs of the trace.
 
     `costs(k)` gives (startup_W, per_work_W) of step k, counted from 0 over the steps planned. `late` steps behind:

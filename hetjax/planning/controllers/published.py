@@ -24,7 +24,7 @@ from __future__ import annotations
 import numpy as np
 
 from hetjax.planning.allocation import solve
-from hetjax.planning.controllers.base import Cadence, Cadenced, Frame, Observation, Plan
+from hetjax.planning.controllers.base import Cadence, Cadenced, ControllerBase, Observation, Plan
 from hetjax.planning.limits import Limits
 from hetjax.planning.rounding import allowed, largest_remainder
 
@@ -135,7 +135,7 @@ def round_half_up(ideal_W: np.ndarray) -> np.ndarray:
     return counts_W
 
 
-class Lbb(Frame):
+class Lbb(ControllerBase):
     """SE = (max t - min t) / mean t of the last step.
 
     SE <= hold: keep; SE <= nudge: one sample (quantum) from the slowest to the fastest worker; above: fit t = a + b n

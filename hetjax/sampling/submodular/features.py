@@ -61,18 +61,18 @@ _CLUSTER_ROWS = 8192
 def k_means(values_DxF: np.ndarray, clusters: int, seed: int = 0) -> np.ndarray:
     """The cluster of every sample, 0 .. clusters - 1, none of them empty while there are enough different samples.
 
-    Lloyd's rounds from k-means++ centres (Arthur & Vassilvitskii 2007) until nothing moves, 50 at most. A cluster that
-    runs empty starts again at the sample farthest from its centre.
+    Lloyd's rounds from k-means++ centers (Arthur & Vassilvitskii 2007) until nothing moves, 50 at most. A cluster that
+    runs empty starts again at the sample farthest from its center.
     """
     size = len(values_DxF)
     if not 1 <= clusters <= size:
         raise ValueError(f"{clusters} pseudo-classes were asked for {size} samples; expected 1 to {size}.")
     x_DxF = np.asarray(values_DxF, np.float64).reshape(size, -1)
     x_DxF = x_DxF - x_DxF.mean(axis=0)
-    centre_KxF = _first_centres(x_DxF, clusters, np.random.default_rng(seed))
+    center_KxF = _first_centers(x_DxF, clusters, np.random.default_rng(seed))
     nearest_D = np.full(size, -1)
     for _ in range(_ROUNDS):
-        before_D, (nearest_D, distance_D) = nearest_D, _nearest(x_DxF, centre_KxF)
+        before_D, (nearest_D, distance_D) = nearest_D, _nearest(x_DxF, center_KxF)
         for empty in np.flatnonzero(np.bincount(nearest_D, minlength=clusters) == 0):
             far = int(np.argmax(distance_D))
             nearest_D[far], distance_D[far] = empty, 0.0
@@ -82,7 +82,7 @@ def k_means(values_DxF: np.ndarray, clusters: int, seed: int = 0) -> np.ndarray:
         held = np.flatnonzero(count_K)
         first_K = np.cumsum(count_K) - count_K
         sum_HxF = np.add.reduceat(x_DxF[np.argsort(nearest_D, kind="stable")], first_K[held], axis=0)
-        centre_KxF[held] = sum_HxF / count_K[held, None]
+        center_KxF[held] = sum_HxF / count_K[held, None]
     return nearest_D
 
 
@@ -110,8 +110,8 @@ def split_large(classes_D: np.ndarray, features_DxF: np.ndarray, largest: int, s
     return out_D
 
 
-def _first_centres(x_DxF: np.ndarray, clusters: int, rng: np.random.Generator) -> np.ndarray:
-    """Each centre a sample drawn with probability by its squared distance to the centres before it."""
+def _first_centers(x_DxF: np.ndarray, clusters: int, rng: np.random.Generator) -> np.ndarray:
+    """Each center a sample drawn with probability by its squared distance to the centers before it."""
     chosen = [int(rng.integers(len(x_DxF)))]
     distance_D = np.full(len(x_DxF), np.inf)
     while len(chosen) < clusters:
@@ -124,13 +124,13 @@ def _first_centres(x_DxF: np.ndarray, clusters: int, rng: np.random.Generator) -
     return x_DxF[chosen]
 
 
-def _nearest(x_DxF: np.ndarray, centre_KxF: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Index of the nearest centre, the lowest of equals, and the squared distance to it."""
+def _nearest(x_DxF: np.ndarray, center_KxF: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Index of the nearest center, the lowest of equals, and the squared distance to it."""
     nearest_D, distance_D = np.empty(len(x_DxF), np.int64), np.empty(len(x_DxF))
-    square_K = np.einsum("kf,kf->k", centre_KxF, centre_KxF)
+    square_K = np.einsum("kf,kf->k", center_KxF, center_KxF)
     for lo in range(0, len(x_DxF), _CLUSTER_ROWS):
         x_RxF = x_DxF[lo : lo + _CLUSTER_ROWS]
-        distance_RxK = np.einsum("rf,rf->r", x_RxF, x_RxF)[:, None] - 2.0 * (x_RxF @ centre_KxF.T) + square_K
+        distance_RxK = np.einsum("rf,rf->r", x_RxF, x_RxF)[:, None] - 2.0 * (x_RxF @ center_KxF.T) + square_K
         nearest = np.argmin(distance_RxK, axis=1)
         nearest_D[lo : lo + _CLUSTER_ROWS] = nearest
         distance_D[lo : lo + _CLUSTER_ROWS] = np.maximum(distance_RxK[np.arange(len(nearest)), nearest], 0.0)

@@ -30,7 +30,7 @@ def gaussian_kernel(features_VxF: np.ndarray, bandwidth: float) -> np.ndarray:
     """The float32 matrix of similarities: symmetric to the bit, ones on the diagonal."""
     if not 0 < bandwidth < np.inf:
         raise ValueError(f"The bandwidth is {bandwidth}; expected a distance above 0, or 'median'.")
-    x_VxF, square_V = _centred(features_VxF)
+    x_VxF, square_V = _centered(features_VxF)
     size = len(x_VxF)
     sim_VxV = np.empty((size, size), np.float32)
     for lo in range(0, size, _ROWS):
@@ -57,7 +57,7 @@ def median_bandwidth(features_VxF: np.ndarray) -> float:
     size = len(features_VxF)
     if size > _PROBE:
         features_VxF = features_VxF[np.sort(np.random.default_rng(0).choice(size, _PROBE, replace=False))]
-    x_VxF, square_V = _centred(features_VxF)
+    x_VxF, square_V = _centered(features_VxF)
     distance_P = _squared_distances(x_VxF, x_VxF, square_V, square_V)[np.triu_indices(len(x_VxF), 1)]
     distance_P = np.sqrt(distance_P)
     apart_P = distance_P[distance_P > 1e-6 * np.sqrt(square_V.max(initial=0.0))]
@@ -66,7 +66,7 @@ def median_bandwidth(features_VxF: np.ndarray) -> float:
     return float(np.median(distance_P)) if 2 * len(apart_P) > len(distance_P) else float(apart_P.mean())
 
 
-def _centred(features_VxF: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _centered(features_VxF: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Float64 features about their mean, which keeps the differences of large squares small, and their squares."""
     x_VxF = np.asarray(features_VxF, np.float64)
     x_VxF = x_VxF - x_VxF.mean(axis=0)

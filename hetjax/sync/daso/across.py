@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 from hetjax.devices.compile import expected
 from hetjax.sync.daso.averaging import NODE, Leaves, bytes_sent, gathered
-from hetjax.sync.daso.exchange import KINDS, Arrived, Notes, as_words, from_words, on_node, weight_type
+from hetjax.sync.daso.exchange import KINDS, Arrived, NodeMessage, as_words, from_words, on_node, weight_type
 
 
 class Attendance:
@@ -72,7 +72,7 @@ def _client() -> Any:
 _meetings = itertools.count()  # all processes open their exchanges in the same order
 
 
-class Flight:
+class ProcessExchange:
     """An exchange under way. Its thread sets what arrived, or what went wrong."""
 
     def __init__(self, number: int, limit: float, attendance: Attendance):
@@ -132,8 +132,8 @@ class AcrossProcesses:
 
     def start(
         self, kind: str, leaves_n: Sequence[Sequence[Any]], weight_n: Sequence[float], notes_n: np.ndarray
-    ) -> Flight:
-        flight = Flight(next(self._numbers), self.limit, self._attendance)
+    ) -> ProcessExchange:
+        flight = ProcessExchange(next(self._numbers), self.limit, self._attendance)
         self._orders.put((flight, kind, leaves_n[0], weight_n[0], notes_n[0]))
         return flight
 
@@ -144,7 +144,7 @@ class AcrossProcesses:
     def prepare(self, kind: str, shapes: Leaves) -> None:
         zeros = [np.zeros(x.shape, x.dtype) for x in shapes]
         self.rebase(zeros)
-        self.start(kind, [zeros], [1.0], Notes().array()[None]).result()
+        self.start(kind, [zeros], [1.0], NodeMessage().array()[None]).result()
 
     # -- in the thread --
 

@@ -94,7 +94,7 @@ def _like(flat: jax.Array, leaves: Leaves) -> Leaves:
 BLENDS = ("paper", "delta")
 
 
-class Terms(NamedTuple):
+class BlendWeights(NamedTuple):
     """x <- keep x + take mean - back sent."""
 
     keep: float
@@ -102,15 +102,15 @@ class Terms(NamedTuple):
     back: float
 
 
-ALL_OF_IT = Terms(0.0, 1.0, 0.0)  # go on from the mean: where nodes wait for each other
+ALL_OF_IT = BlendWeights(0.0, 1.0, 0.0)  # go on from the mean: where nodes wait for each other
 
 
-def terms(blend: str, late: int, nodes: int) -> Terms:
+def terms(blend: str, late: int, nodes: int) -> BlendWeights:
     """The rule for an average that comes `late` steps after it was sent."""
     if blend == "delta":
-        return Terms(1.0, 1.0, 1.0)
+        return BlendWeights(1.0, 1.0, 1.0)
     weight = 2.0 * late if late else 1.0
-    return Terms(weight / (weight + nodes), nodes / (weight + nodes), 0.0)
+    return BlendWeights(weight / (weight + nodes), nodes / (weight + nodes), 0.0)
 
 
 def receives_first(blend: str) -> bool:

@@ -17,17 +17,17 @@ import numpy as np
 from hetjax.arguments import whole
 from hetjax.devices.workers import Workers
 from hetjax.fleet.agree import gather
-from hetjax.reduce.transports import Reduce
+from hetjax.reduce.base import Reduce
 from hetjax.reduce.update import State
 from hetjax.sampling.nodes import RULES, BetweenNodes, NodeSampler
 from hetjax.sampling.order import Sampler
 from hetjax.sync.base import Setting, Sync
 from hetjax.sync.daso.across import AcrossProcesses
 from hetjax.sync.daso.averaging import BLENDS
-from hetjax.sync.daso.exchange import Exchange, Notes, Stacked, from_words
-from hetjax.sync.daso.node import Node, Places, across_processes, in_one_process, own_devices
-from hetjax.sync.daso.reduce import Manner, Nodes
-from hetjax.sync.daso.schedule import Schedule
+from hetjax.sync.daso.exchange import Exchange, NodeMessage, Stacked, from_words
+from hetjax.sync.daso.node import Node, NodeLayout, across_processes, in_one_process, own_devices
+from hetjax.sync.daso.reduce import DasoConfig, Nodes
+from hetjax.sync.daso.schedule import DasoSchedule
 from hetjax.sync.replicas import average
 
 log = logging.getLogger("hetjax")
@@ -55,7 +55,7 @@ class Daso(Sync):
 
     Two things of the original are left out even then, as they are faults of its code and no part of the method. Its
     local skip: the workers of a node go on apart for some steps, and then the steps of all but one are thrown away. And
-    its bfloat16: parameters are overwritten by what travelled, so that every exchange cuts them down to 8 bits. Here
+    its bfloat16: parameters are overwritten by what traveled, so that every exchange cuts them down to 8 bits. Here
     they stay as precise as they were, and differences travel.
     """
 
@@ -90,8 +90,8 @@ class Daso(Sync):
             "overlap": overlap,
             "faithful": faithful,
         }
-        self.manner = Manner(blend, wire, wait, faithful)
-        self.schedule = Schedule(**self._options)  # refuses nonsense at once
+        self.manner = DasoConfig(blend, wire, wait, faithful)
+        self.schedule = DasoSchedule(**self._options)  # refuses nonsense at once
         self.between, self.wait_limit, self.link = between, wait_limit, link
         self.sharing: BetweenNodes | None = None  # over several processes
         self._shared_before: dict[str, Any] | None = None
@@ -185,7 +185,7 @@ class Daso(Sync):
         words = (state.more or {}).get("notes") if int(state.replicas) else None
         if words is None or self.manner.faithful:
             return None
-        batch = lambda row: Notes.of(from_words(np.asarray(row))).batch
+        batch = lambda row: NodeMessage.of(from_words(np.asarray(row))).batch
         spread = isinstance(words, jax.Array) and not words.is_fully_addressable
         batch_N = np.array(gather(batch(_piece(words, 0)[0])) if spread else [batch(row) for row in np.asarray(words)])
         return batch_N if batch_N.sum() > 0 else None
@@ -200,7 +200,7 @@ class Daso(Sync):
         total = -(-setting.end // setting.samples)
         fifth = min(4, total // 5)
         epoch, inside = divmod(int(state.cursor), setting.samples)
-        fresh = Schedule(
+        fresh = DasoSchedule(
             warm_up=fifth if self.warm_up is None else self.warm_up,
             cool_down=fifth if self.cool_down is None else self.cool_down,
             total=total,
@@ -214,7 +214,7 @@ class Daso(Sync):
             fresh.begin_at(epoch, inside // setting.batch)
         self.schedule = fresh
 
-    def _exchange(self, places: Places, node: Node, core: Tree) -> Exchange:
+    def _exchange(self, places: NodeLayout, node: Node, core: Tree) -> Exchange:
         if self.reduce is not None:
             self.reduce.exchange.close()
         several = len(places.workers) < places.nodes
@@ -225,7 +225,7 @@ class Daso(Sync):
             made.prepare(kind, shapes)
         return made
 
-    def _take_up(self, reduce: Nodes, state: State, places: Places) -> None:
+    def _take_up(self, reduce: Nodes, state: State, places: NodeLayout) -> None:
         """What the state says of exchanges: the last mean, the nodes' notes, and one that was under way."""
         more = state.more or {}
         if self.schedule.skip > 0 or self.manner.faithful:
@@ -240,7 +240,7 @@ class Daso(Sync):
             else:
                 reduce.go_on(rows(more["notes"]), [], [], None)
 
-    def _check(self, setting: Setting, places: Places) -> None:
+    def _check(self, setting: Setting, places: NodeLayout) -> None:
         for j, workers in zip(places.mine, places.workers, strict=True):
             if len(workers.kinds) > 1 or setting.transport == "hub":
                 raise ValueError(

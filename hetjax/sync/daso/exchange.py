@@ -22,7 +22,7 @@ from hetjax.sync.daso.averaging import NODE, Leaves, bytes_sent, mean, short_mea
 
 
 @dataclass
-class Notes:
+class NodeMessage:
     """What one node has to say; float64, so that sums and counters travel exactly."""
 
     batch: float = 0.0  # samples it has in one step, a mean since it sent last
@@ -55,11 +55,11 @@ class Notes:
         return np.array(astuple(self), np.float64)
 
     @classmethod
-    def of(cls, row: np.ndarray) -> Notes:
+    def of(cls, row: np.ndarray) -> NodeMessage:
         return cls(*(float(value) for value in row))
 
 
-def steps_under_way(said_N: Sequence[Notes]) -> int:
+def steps_under_way(said_N: Sequence[NodeMessage]) -> int:
     """How many steps of the fastest node an exchange takes; 0 if that is not known."""
     times = [notes.seconds / notes.steps for notes in said_N if notes.steps]
     carried = sum(notes.carried for notes in said_N) / len(said_N)
@@ -93,7 +93,7 @@ class Arrived:
     sent: int = 0  # bytes that one node sends for it
 
 
-class Flight(Protocol):
+class PendingExchange(Protocol):
     @property
     def done(self) -> bool:
         """Whether it has arrived."""
@@ -117,7 +117,9 @@ class Exchange(Protocol):
         """The mean that all nodes have before the first exchange of kind 'short'. Nothing is under way then."""
         ...
 
-    def start(self, kind: str, leaves_n: Sequence[Leaves], weight_n: Sequence[float], notes_n: np.ndarray) -> Flight:
+    def start(
+        self, kind: str, leaves_n: Sequence[Leaves], weight_n: Sequence[float], notes_n: np.ndarray
+    ) -> PendingExchange:
         """Leaves [1, ...] on the first worker of each node of this process; they must not change until they arrive."""
         ...
 
@@ -152,7 +154,9 @@ class Stacked:
     def rebase(self, leaves: Leaves) -> None:
         self._before = jax.device_put(leaves, self.hub)
 
-    def start(self, kind: str, leaves_n: Sequence[Leaves], weight_n: Sequence[float], notes_n: np.ndarray) -> Flight:
+    def start(
+        self, kind: str, leaves_n: Sequence[Leaves], weight_n: Sequence[float], notes_n: np.ndarray
+    ) -> PendingExchange:
         here = [jax.device_put(leaves, self.hub) for leaves in leaves_n]
         weight_N = jax.device_put(np.asarray(weight_n, weight_type()), self.hub)
         with expected():

@@ -24,11 +24,11 @@ from hetjax.devices.workers import AXIS, Workers
 from hetjax.fleet.agree import gather
 from hetjax.reduce.layout import HOST_SLOTS, SLOTS, Layout, Parts, level_of_all, with_bad_update
 from hetjax.reduce.update import Update
-from hetjax.sync.daso.averaging import Leaves, Terms
+from hetjax.sync.daso.averaging import BlendWeights, Leaves
 
 
 @dataclass(frozen=True)
-class Places:
+class NodeLayout:
     nodes: int  # in all
     mine: tuple[int, ...]  # those of this process
     workers: list[Workers]  # of each of them
@@ -36,7 +36,7 @@ class Places:
     carriers: list[jax.Device]  # what carries the exchanges, of every process; none within one process
 
 
-def in_one_process(workers: Workers, asked: int | Sequence[int] | None) -> Places:
+def in_one_process(workers: Workers, asked: int | Sequence[int] | None) -> NodeLayout:
     """Nodes of consecutive workers: so many, as equal as can be, or of so many workers each; two, if there are two
     workers, unless told."""
     count = len(workers)
@@ -51,10 +51,10 @@ def in_one_process(workers: Workers, asked: int | Sequence[int] | None) -> Place
             raise ValueError(f"Nodes of {sizes} workers were asked for, and there are {count} workers in all.")
     ends = np.cumsum(sizes)
     groups = [Workers(workers.devices[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
-    return Places(len(sizes), tuple(range(len(sizes))), groups, [group.devices[0] for group in groups], [])
+    return NodeLayout(len(sizes), tuple(range(len(sizes))), groups, [group.devices[0] for group in groups], [])
 
 
-def across_processes(workers: Workers) -> Places:
+def across_processes(workers: Workers) -> NodeLayout:
     """Every process is a node. All of them have to call this."""
     said = gather([workers.devices[0].platform, workers.devices[0].id, carrier().id, carrier() in workers.devices])
     if busy := [process for process, (*_, computes) in enumerate(said) if computes]:
@@ -66,7 +66,7 @@ def across_processes(workers: Workers) -> Places:
     of = lambda platform, number: next(d for d in jax.devices(platform) if d.id == number)
     leads = [of(platform, number) for platform, number, *_ in said]
     carriers = [of("cpu", number) for _, _, number, _ in said]
-    return Places(len(said), (jax.process_index(),), [workers], leads, carriers)
+    return NodeLayout(len(said), (jax.process_index(),), [workers], leads, carriers)
 
 
 def carrier() -> jax.Device:
@@ -162,7 +162,7 @@ class Node:
         """The parameters as they are now, in buffers that stay."""
         return self._run_copy(core[0])
 
-    def blend(self, core: Tree, mean: Leaves, sent: Tree, terms: Terms) -> Tree:
+    def blend(self, core: Tree, mean: Leaves, sent: Tree, terms: BlendWeights) -> Tree:
         mean = [self.put(x) for x in mean]
         on_all = tuple(self.put(np.asarray(t, self.layout.dtype)) for t in terms)
         return (self._run_blend(core[0], mean, sent, on_all), *core[1:])
@@ -171,7 +171,7 @@ class Node:
         """The kinds of exchange that this node will take part in, and what it sends in each."""
         params, leaves = jax.tree.leaves(core[0]), jax.tree.leaves(core)
         kinds = [("total", self._totals), ("mean", params), *([("short", params)] if short else [])]
-        rest = [[leaves[k] for k in averaged(core, with_optimiser)] for with_optimiser in (False, True)]
+        rest = [[leaves[k] for k in averaged(core, with_optimizer)] for with_optimizer in (False, True)]
         return kinds + [("mean", sent) for sent in rest if sent]
 
     def put_leaves(self, core: Tree, places: Sequence[int], values: Leaves) -> Tree:
@@ -192,14 +192,14 @@ class Node:
         return jax.tree.map(lambda x: x.addressable_shards[0].data, tree)
 
 
-def averaged(core: Tree, with_optimiser: bool) -> list[int]:
+def averaged(core: Tree, with_optimizer: bool) -> list[int]:
     """Which leaves of the core go along with the parameters."""
     places, at = [], 0
     for part, tree in enumerate(core):
         for leaf in jax.tree.leaves(tree):
             number = jnp.issubdtype(leaf.dtype, jnp.signedinteger)
             real = jnp.issubdtype(leaf.dtype, jnp.floating)
-            if part > 0 and (number or (real and (part != 2 or with_optimiser))):
+            if part > 0 and (number or (real and (part != 2 or with_optimizer))):
                 places.append(at)
             at += 1
     return places

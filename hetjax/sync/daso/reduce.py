@@ -13,22 +13,30 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from hetjax.devices.workers import Workers
-from hetjax.engines.base import Replicas
 from hetjax.fleet.agree import Disagreement
-from hetjax.reduce.layout import Layout, Parts, Report
+from hetjax.reduce.base import Replicas
+from hetjax.reduce.layout import Layout, Parts, StepReport
 from hetjax.reduce.update import State
 from hetjax.sampling.nodes import BetweenNodes
 from hetjax.sampling.order import PlannedStep
-from hetjax.sync.daso.averaging import ALL_OF_IT, NODE, Leaves, Terms, receives_first, terms
-from hetjax.sync.daso.exchange import Arrived, Exchange, Flight, Notes, as_words, from_words, steps_under_way
+from hetjax.sync.daso.averaging import ALL_OF_IT, NODE, BlendWeights, Leaves, receives_first, terms
+from hetjax.sync.daso.exchange import (
+    Arrived,
+    Exchange,
+    NodeMessage,
+    PendingExchange,
+    as_words,
+    from_words,
+    steps_under_way,
+)
 from hetjax.sync.daso.node import Node, averaged
-from hetjax.sync.daso.schedule import Schedule
+from hetjax.sync.daso.schedule import DasoSchedule
 
 Tree = Any
 
 
 @dataclass(frozen=True)
-class Manner:
+class DasoConfig:
     """How nodes agree: what is done with a late average, what travels, when it is due, and whether as published."""
 
     blend: str = "delta"
@@ -52,9 +60,9 @@ class Entry(NamedTuple):
 class _Pending:
     """An exchange under way, and what each node of this process has sent and said."""
 
-    flight: Flight
+    flight: PendingExchange
     sent_n: list[Tree]
-    said_n: list[Notes]
+    said_n: list[NodeMessage]
     short: bool  # in 16 bits
     since: int  # the step that sent it
     beside: int = 0  # local phases that ended while it was under way
@@ -74,8 +82,8 @@ class Nodes:
         nodes: Sequence[Node],
         leads: Sequence[jax.Device],
         exchange: Exchange,
-        schedule: Schedule,
-        manner: Manner,
+        schedule: DasoSchedule,
+        manner: DasoConfig,
         sharing: BetweenNodes | None = None,
     ):
         """samples: of an epoch; leads: the first worker of every node, of all processes; sharing: who takes how much
@@ -90,16 +98,16 @@ class Nodes:
         self._over_nodes = NamedSharding(mesh, PartitionSpec(NODE))
         ends = np.cumsum([len(node.workers) for node in self.nodes])
         self._slices = [slice(end - len(node.workers), end) for end, node in zip(ends, self.nodes, strict=True)]
-        self._notes_n = [Notes() for _ in self.nodes]
+        self._notes_n = [NodeMessage() for _ in self.nodes]
         self._pending: _Pending | None = None
         self._short = manner.wire == "bfloat16"
         self._mean: Leaves | None = None  # the last one that all nodes know, where differences to it travel
-        self._told: list[Notes] | None = None  # what all nodes said, where that arrived with the last step
+        self._told: list[NodeMessage] | None = None  # what all nodes said, where that arrived with the last step
         self._asked_to_stop = self._asked_to_save = False  # what one of them wished, in any exchange of the last step
         self._tails_n: list[jax.Array] = []  # of the last step, one for each node
-        self._reports_n: list[Report] | None = None  # of the last step
+        self._reports_n: list[StepReport] | None = None  # of the last step
         self._scalars: jax.Array | None = None  # of all nodes in the last step, where their gradients were summed
-        self._loss: Report | None = None  # the last one of a step with samples
+        self._loss: StepReport | None = None  # the last one of a step with samples
 
     # -- a step --
 
@@ -150,12 +158,12 @@ class Nodes:
             self._pending = None
         return core_n
 
-    def _send(self, sent_n: list[Tree], said_n: list[Notes], short: bool) -> None:
+    def _send(self, sent_n: list[Tree], said_n: list[NodeMessage], short: bool) -> None:
         leaves_n = [jax.tree.leaves(node.lead(sent)) for node, sent in zip(self.nodes, sent_n, strict=True)]
         flight = self._start("short" if short else "mean", leaves_n, said_n)
         self._pending = _Pending(flight, sent_n, said_n, short, self.steps)
 
-    def _say(self) -> list[Notes]:
+    def _say(self) -> list[NodeMessage]:
         """What goes along with an exchange that starts now; counted anew from here."""
         self._read()
         said_n = [replace(notes) for notes in self._notes_n]
@@ -163,7 +171,7 @@ class Nodes:
             notes.sent()
         return said_n
 
-    def _start(self, kind: str, leaves_n: list[Leaves], said_n: list[Notes]) -> Flight:
+    def _start(self, kind: str, leaves_n: list[Leaves], said_n: list[NodeMessage]) -> PendingExchange:
         checksum = self._checksum()
         weight_n = [1.0 if self.manner.faithful else notes.batch for notes in said_n]
         rows_n = np.array([replace(notes, checksum=checksum).array() for notes in said_n])
@@ -175,7 +183,7 @@ class Nodes:
         shared = None if sharing is None else (sharing.rule, sharing.capacity_N, sharing.state_dict())
         return zlib.crc32(repr((self._at, self.schedule.state_dict(), shared)).encode()) & 0xFFFFFF
 
-    def _receive(self, core_n: list[Tree], pending: _Pending | None, rule: Terms) -> list[Tree]:
+    def _receive(self, core_n: list[Tree], pending: _Pending | None, rule: BlendWeights) -> list[Tree]:
         assert pending is not None
         arrived = self._learn(pending.flight, pending)
         if pending.short:
@@ -185,7 +193,7 @@ class Nodes:
         parties = zip(self.nodes, core_n, pending.sent_n, strict=True)
         return [node.blend(core, arrived.leaves, sent, rule) for node, core, sent in parties]
 
-    def _learn(self, flight: Flight, pending: _Pending | None = None) -> Arrived:
+    def _learn(self, flight: PendingExchange, pending: _Pending | None = None) -> Arrived:
         """Wait for an exchange and take notice of what the nodes said."""
         asked = time.perf_counter()
         arrived = flight.result()
@@ -195,7 +203,7 @@ class Nodes:
         if sent < self.steps:
             for notes in self._notes_n:
                 notes.carried = arrived.seconds
-        self._told = [Notes.of(row) for row in arrived.table]
+        self._told = [NodeMessage.of(row) for row in arrived.table]
         self._asked_to_stop |= any(notes.stop for notes in self._told)
         self._asked_to_save |= any(notes.save for notes in self._told)
         if self.sharing is not None:
@@ -221,13 +229,13 @@ class Nodes:
         if not cycling and self.schedule.skip > 0:
             self.rebase(jax.tree.leaves(self.nodes[0].lead(self.nodes[0].snapshot(core_n[0]))))
         if cycling and not self.manner.faithful:
-            core_n = self._average_rest(core_n, with_optimiser=self.schedule.skip == 0)
+            core_n = self._average_rest(core_n, with_optimizer=self.schedule.skip == 0)
         return core_n
 
-    def _average_rest(self, core_n: list[Tree], with_optimiser: bool) -> list[Tree]:
+    def _average_rest(self, core_n: list[Tree], with_optimizer: bool) -> list[Tree]:
         """What goes along with the parameters: model state, moving average, counters; before a blocking phase, the
-        whole state of the optimiser too."""
-        places, told = averaged(core_n[0], with_optimiser), self._told
+        whole state of the optimizer too."""
+        places, told = averaged(core_n[0], with_optimizer), self._told
         if places:
             pairs = list(zip(self.nodes, core_n, strict=True))
             leaves_n = [node.lead([jax.tree.leaves(core)[k] for k in places]) for node, core in pairs]
@@ -238,12 +246,12 @@ class Nodes:
 
     # -- what is told --
 
-    def _read(self) -> list[Report]:
+    def _read(self) -> list[StepReport]:
         """What each node's workers did in the last step; counted into the notes when it is read first."""
         if self._reports_n is None:
             self._reports_n = []
             for node, notes, tail in zip(self.nodes, self._notes_n, self._tails_n, strict=False):  # no tail yet: none
-                report = Report.read(self.layout, np.asarray(tail.addressable_data(0)), len(node.workers))
+                report = StepReport.read(self.layout, np.asarray(tail.addressable_data(0)), len(node.workers))
                 self._reports_n.append(report)
                 seconds = np.max(report.times_W[report.rows_W > 0], initial=0.0)  # NaN if one was not timed
                 notes.step(report.count, seconds if seconds > 0 else None)
@@ -252,14 +260,16 @@ class Nodes:
                 notes.stop, notes.save = max(notes.stop, report.stop), max(notes.save, report.save)
         return self._reports_n
 
-    def read(self, tail: Any) -> Report:
+    def read(self, tail: Any) -> StepReport:
         """Of the last step: what the nodes have told each other is not in its tails."""
         reports_n = self._read()
         tails = [np.asarray(own.addressable_data(0)) for own in self._tails_n]
         cut = 3 + len(self.layout.metrics)
         own = np.sum([tail[:cut] for tail in tails], axis=0)
         scalars = own if self._scalars is None else np.asarray(self._scalars.addressable_data(0))
-        report = Report.read(self.layout, np.concatenate([scalars, *(tail[cut:] for tail in tails)]), len(self.workers))
+        report = StepReport.read(
+            self.layout, np.concatenate([scalars, *(tail[cut:] for tail in tails)]), len(self.workers)
+        )
         if self.exchange.nodes > len(reports_n):  # what others have to follow takes effect when all know of it
             report = replace(report, stop=self._asked_to_stop, save=self._asked_to_save)
         if report.weight or report.left_out:
@@ -300,7 +310,7 @@ class Nodes:
         """Take up what `State.more` held: notes, and an exchange that was under way, which is started again with what
         was said then. Wishes for the end or a checkpoint were about the run before: they are fulfilled. `tree`: the
         structure of the parameters."""
-        of = lambda words: replace(Notes.of(from_words(words)), stop=0.0, save=0.0)
+        of = lambda words: replace(NodeMessage.of(from_words(words)), stop=0.0, save=0.0)
         self._notes_n = [of(words) for words in notes_n]
         if sent_n:
             placed = lambda node, leaves: jax.tree.unflatten(tree, [node.put(leaf) for leaf in leaves])

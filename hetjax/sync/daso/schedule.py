@@ -64,7 +64,7 @@ class Plateau:
 
 
 @dataclass
-class Schedule:
+class DasoSchedule:
     """Call `step` after every step and `end_epoch` after the last one of an epoch, with its mean loss.
 
     total: epochs of the run; None for no cool-down.

@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from hetjax.engines.clocks import Lap
+from hetjax.engines.clocks import LocalResult
 from hetjax.reduce.update import State
 from hetjax.sampling.ranges import RangePool
-from hetjax.sync.hogbatch.method import Back, Finished, Lost, Method, Moment, News, Task, Unreachable, Update
+from hetjax.sync.hogbatch.method import AppliedUpdate, Back, Finished, Lost, Method, Moment, News, Unreachable, WorkItem
 from hetjax.sync.hogbatch.scaling import Rate
 
 
@@ -40,26 +40,26 @@ class Coordinator:
         self.error: BaseException | None = None  # that ends the run: of the last worker, when none is left
         self._workers = workers
         self._taking_part = set(range(workers))
-        self._flying: dict[int, Task] = {}
+        self._flying: dict[int, WorkItem] = {}
         self._closed = False
         self._changed = threading.Condition()
         self.step = step_of(pool.cursor)  # the last that was told of
 
     # -- what a worker does --
 
-    def take(self, worker: int) -> Task | None:
+    def take(self, worker: int) -> WorkItem | None:
         """The next task of a worker; waits for one while there may come one. None: there is nothing left to do."""
         with self._changed:
             while (task := self._try(worker)) is None and not self._nothing_for(worker):
                 self._changed.wait()
             return task
 
-    def try_take(self, worker: int) -> Task | None:
+    def try_take(self, worker: int) -> WorkItem | None:
         """The same without waiting: None also means that there is nothing just now."""
         with self._changed:
             return self._try(worker)
 
-    def finish(self, task: Task, lap: Lap) -> None:
+    def finish(self, task: WorkItem, lap: LocalResult) -> None:
         """A worker's sums: applied, unless the task has been taken from it meanwhile."""
         prepared = self.method.prepare(task, lap)
         with self._changed:
@@ -71,7 +71,7 @@ class Coordinator:
             for span in outcome.done:
                 self.pool.done(span)
             self._settle()
-            update = Update(
+            update = AppliedUpdate(
                 worker=task.worker,
                 span=task.span,
                 batch=task.batch,
@@ -87,7 +87,7 @@ class Coordinator:
             self.news.put(Finished(update, outcome.tail, self._seen(), self._since(), self._moment_if_due()))
             self._changed.notify_all()
 
-    def fail(self, worker: int, error: BaseException, task: Task | None = None) -> None:
+    def fail(self, worker: int, error: BaseException, task: WorkItem | None = None) -> None:
         """A worker raised, hangs or died: what it had goes back to the pool and the others go on.
 
         `task`: that it was seen with; if it has brought that one meanwhile, it has not failed after all. Nor does it
@@ -127,7 +127,7 @@ class Coordinator:
                 self._closed = True
             return not self._flying and self._closed
 
-    def flying(self) -> list[Task]:
+    def flying(self) -> list[WorkItem]:
         with self._changed:
             return list(self._flying.values())
 
@@ -141,7 +141,7 @@ class Coordinator:
 
     # -- under the lock --
 
-    def _try(self, worker: int) -> Task | None:
+    def _try(self, worker: int) -> WorkItem | None:
         if self._closed or worker not in self._taking_part or worker in self._flying:
             return None
         if not self.pool.available or not self.method.may_start(self._flying.values()):
@@ -150,7 +150,7 @@ class Coordinator:
         span = self.pool.take(batch)
         assert span is not None
         scale, rate = self.rate.scale(span, batch), self.rate.at(self._seen())
-        task = Task(worker, span, batch, scale, rate, self.clock(), self.method.version)
+        task = WorkItem(worker, span, batch, scale, rate, self.clock(), self.method.version)
         self._flying[worker] = task
         return task
 

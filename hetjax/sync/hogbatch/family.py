@@ -17,10 +17,10 @@ import numpy as np
 
 from hetjax.arguments import whole
 from hetjax.devices.workers import Workers
-from hetjax.engines.base import Replicas
 from hetjax.engines.clocks import no_hold
 from hetjax.engines.specs import Chunked, EngineSpec, per_worker
 from hetjax.history import History
+from hetjax.reduce.base import Replicas
 from hetjax.reduce.layout import Layout
 from hetjax.reduce.update import State
 from hetjax.sampling.ranges import RangePool
@@ -28,13 +28,13 @@ from hetjax.simulation.speeds import Simulation
 from hetjax.sync.base import Job, Sync
 from hetjax.sync.hogbatch.immediate import Adapt, Immediate
 from hetjax.sync.hogbatch.merged import Merged
-from hetjax.sync.hogbatch.method import Method, Moment, Update
+from hetjax.sync.hogbatch.method import AppliedUpdate, Method, Moment
 from hetjax.sync.hogbatch.rules import ALPHA, CALMER, CAP, DEAD_ZONE, MOMENTUM, BatchBounds, adapted_batch
 from hetjax.sync.hogbatch.scaling import Rate
 from hetjax.sync.hogbatch.shared_model import SharedModel, home_device
 from hetjax.sync.hogbatch.threads import Pause
 from hetjax.sync.hogbatch.training import Training
-from hetjax.sync.hogbatch.virtual import Schedule
+from hetjax.sync.hogbatch.virtual import VirtualSchedule
 from hetjax.sync.replicas import average
 
 Whole = int | Sequence[int] | None
@@ -50,10 +50,10 @@ class Asynchronous(Sync):
                  every sample then counts alike; with Adam, which normalizes gradients, updates are scaled as well
     rate_cap     4 unless given; math.inf: no limit
     reference    the batch that the learning rate was chosen for: the trainer's batch_size unless given
-    schedule     factor on the rate by progress, in steps of batch_size samples (a schedule in the optimiser counts
+    schedule     factor on the rate by progress, in steps of batch_size samples (a schedule in the optimizer counts
                  updates)
-    replay       a seed, or a `Schedule`: no threads, but a virtual clock that gives the same interleaving every time
-    on_update    called with every `Update`, in order
+    replay       a seed, or a `VirtualSchedule`: a virtual clock that repeats the same interleaving
+    on_update    called with every `AppliedUpdate`, in order
     faithful     as published, where our default corrects it; what is given goes before
     """
 
@@ -68,8 +68,8 @@ class Asynchronous(Sync):
         rate_cap: float | None = None,
         reference: float | None = None,
         schedule: Callable[[float], float] | None = None,
-        replay: int | Schedule | None = None,
-        on_update: Callable[[Update], None] | None = None,
+        replay: int | VirtualSchedule | None = None,
+        on_update: Callable[[AppliedUpdate], None] | None = None,
         faithful: bool = False,
     ):
         if rate_cap is not None and not rate_cap > 0:
@@ -78,7 +78,11 @@ class Asynchronous(Sync):
         self.scale_rate, self.reference = scale_rate, reference
         self.rate_cap = rate_cap if rate_cap is not None else inf if faithful else CAP
         self.schedule, self.on_update, self.faithful = schedule, on_update, faithful
-        self.replay = replay if replay is None or isinstance(replay, Schedule) else Schedule(whole("replay", replay, 0))
+        self.replay = (
+            replay
+            if replay is None or isinstance(replay, VirtualSchedule)
+            else VirtualSchedule(whole("replay", replay, 0))
+        )
         self.bounds: BatchBounds | None = None
         self.pause = Pause()
         self._host: dict[str, Any] = {}

@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from hetjax.engines.clocks import Lap
+from hetjax.engines.clocks import LocalResult
 from hetjax.reduce.layout import Parts
 from hetjax.reduce.update import Core
 from hetjax.sampling.ranges import Range
-from hetjax.sync.hogbatch.method import Outcome, Task
+from hetjax.sync.hogbatch.method import Outcome, WorkItem
 from hetjax.sync.hogbatch.shared_model import SharedModel
 
 Adapt = Callable[..., int]  # (worker, batch_W, updates_W, taking_part_W=...) -> its batch, see rules.py
@@ -47,7 +47,7 @@ class Immediate:
 
     pending = 0
 
-    def may_start(self, flying: Collection[Task]) -> bool:
+    def may_start(self, flying: Collection[WorkItem]) -> bool:
         if self.bound is None or not flying:
             return True
         oldest = max(self.version - task.version for task in flying)
@@ -58,16 +58,16 @@ class Immediate:
             self.batch_W[worker] = self.adapt(worker, self.batch_W, self.updates_W, taking_part_W=taking_part_W)
         return int(self.batch_W[worker])
 
-    def read(self, task: Task) -> list[jax.Array]:
+    def read(self, task: WorkItem) -> list[jax.Array]:
         snapshot = self.model.snapshot  # one load: no lock
         leaves = jax.block_until_ready(jax.device_put(snapshot.leaves, self.devices[task.worker]))
         task.version = snapshot.version
         return leaves
 
-    def prepare(self, task: Task, lap: Lap) -> Parts:
+    def prepare(self, task: WorkItem, lap: LocalResult) -> Parts:
         return self.model.receive(lap.parts)
 
-    def commit(self, task: Task, prepared: Parts) -> Outcome:
+    def commit(self, task: WorkItem, prepared: Parts) -> Outcome:
         version, tail = self.model.apply(prepared, task.scale, task.rate)
         self.updates_W[task.worker] += 1
         return Outcome(version, version - 1 - task.version, tail, (task.span,))

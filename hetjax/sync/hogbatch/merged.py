@@ -13,12 +13,12 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from hetjax.devices.compile import compile_for, expected
-from hetjax.engines.clocks import Lap
+from hetjax.engines.clocks import LocalResult
 from hetjax.reduce.layout import Layout
 from hetjax.reduce.update import Core
 from hetjax.sampling.ranges import Range
 from hetjax.sync.base import Rule
-from hetjax.sync.hogbatch.method import Outcome, Task, Unreachable
+from hetjax.sync.hogbatch.method import Outcome, Unreachable, WorkItem
 from hetjax.sync.hogbatch.rules import MOMENTUM, BatchBounds, merge_weights, moved_batches
 from hetjax.sync.hogbatch.shared_model import compile_updates, run_update
 
@@ -28,7 +28,7 @@ Tree = Any
 def merged(before: Core, replicas: Sequence[Core], weight_W: jax.Array, velocity: Tree, momentum: float) -> Any:
     """w = sum_i weight_i w_i + momentum (w - w_prev), and the new w - w_prev.
 
-    Model state, optimiser state and running average are weighed alike; counts within them take the highest value.
+    Model state, optimizer state and running average are weighed alike; counts within them take the highest value.
     """
 
     def weigh(*leaves: jax.Array) -> jax.Array:
@@ -92,24 +92,24 @@ class Merged:
     def pending(self) -> int:
         return sum(span.count for spans in self._since_W for span in spans)
 
-    def may_start(self, flying: Collection[Task]) -> bool:
+    def may_start(self, flying: Collection[WorkItem]) -> bool:
         return self.pending + sum(task.span.count for task in flying) < self.quota
 
     def batch(self, worker: int, taking_part_W: np.ndarray) -> int:
         return int(self.batch_W[worker])
 
-    def read(self, task: Task) -> list[jax.Array]:
+    def read(self, task: WorkItem) -> list[jax.Array]:
         task.version, device = self.version, self.devices[task.worker]
         replica = self._read_W[task.worker] = jax.block_until_ready(
             jax.device_put(self._replica_W[task.worker], device)
         )
         return jax.tree.leaves(replica[:2])
 
-    def prepare(self, task: Task, lap: Lap) -> tuple[Core, jax.Array]:
+    def prepare(self, task: WorkItem, lap: LocalResult) -> tuple[Core, jax.Array]:
         program, replica = self._update[self.devices[task.worker]], self._read_W[task.worker]
         return jax.block_until_ready(run_update(program, replica, lap.parts, task.scale, task.rate))
 
-    def commit(self, task: Task, prepared: tuple[Core, jax.Array]) -> Outcome:
+    def commit(self, task: WorkItem, prepared: tuple[Core, jax.Array]) -> Outcome:
         self._replica_W[task.worker], tail = prepared
         self._since_W[task.worker].append(task.span)
         self.updates_W[task.worker] += 1

@@ -14,13 +14,13 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from hetjax.engines.clocks import Lap
+from hetjax.engines.clocks import LocalResult
 from hetjax.reduce.update import Core, State
 from hetjax.sampling.ranges import Range
 
 
 @dataclass(eq=False)
-class Task:
+class WorkItem:
     """A range of samples on its way with one worker."""
 
     worker: int
@@ -34,7 +34,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Update:
+class AppliedUpdate:
     """A gradient that has been applied; kept for the whole run, so it holds no arrays."""
 
     worker: int
@@ -62,7 +62,7 @@ class Moment:
 class Finished:
     """News: an update has been applied."""
 
-    update: Update
+    update: AppliedUpdate
     tail: jax.Array  # its loss and metrics, as the reduce's report reads them
     seen: int  # samples learned from since the start of training
     since_W: tuple[float | None, ...]  # when the tasks now out were started
@@ -128,7 +128,7 @@ class Method(Protocol):
         """Samples computed that are not in the model yet."""
         ...
 
-    def may_start(self, flying: Collection[Task]) -> bool:
+    def may_start(self, flying: Collection[WorkItem]) -> bool:
         """Whether a further task may start beside these."""
         ...
 
@@ -136,15 +136,15 @@ class Method(Protocol):
         """The batch of a worker that asks for work."""
         ...
 
-    def read(self, task: Task) -> list[jax.Array]:
+    def read(self, task: WorkItem) -> list[jax.Array]:
         """The parameters to compute with, on the worker's device; the task notes their version."""
         ...
 
-    def prepare(self, task: Task, lap: Lap) -> Any:
+    def prepare(self, task: WorkItem, lap: LocalResult) -> Any:
         """What can be done with a worker's sums without the others noticing."""
         ...
 
-    def commit(self, task: Task, prepared: Any) -> Outcome: ...
+    def commit(self, task: WorkItem, prepared: Any) -> Outcome: ...
 
     def lost(self, worker: int) -> Sequence[Range]:
         """A worker failed: the ranges whose results are lost with it, beside the one on its way."""

@@ -27,7 +27,7 @@ _SLOTS = np.zeros(HOST_SLOTS, np.float32)  # times and plans do not travel with 
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class ModelSnapshot:
     """The model after `version` updates."""
 
     version: int
@@ -70,7 +70,7 @@ class SharedModel:
 
     def __init__(self, layout: Layout, rule: Rule, core: Core, home: jax.Device):
         self.home = home
-        self.snapshot = Snapshot(0, jax.device_put(core, home))
+        self.snapshot = ModelSnapshot(0, jax.device_put(core, home))
         self._update = compile_updates(layout, rule, core, [home])[home]
         self._lock = threading.Lock()
 
@@ -82,7 +82,7 @@ class SharedModel:
         """Add the update of these sums to the newest model; its version then, and the report of the update."""
         with self._lock:
             core, tail = run_update(self._update, self.snapshot.core, parts, scale, rate)
-            self.snapshot = Snapshot(self.snapshot.version + 1, core)
+            self.snapshot = ModelSnapshot(self.snapshot.version + 1, core)
             return self.snapshot.version, tail
 
 

@@ -20,7 +20,7 @@ _AHEAD = 2  # blocks
 _Key = tuple[int, int]  # epoch, number of the block in it
 
 
-class Stock:
+class Prefetch:
     """Ranges are handed out in order, so the coming positions are known before it is known who gets them.
 
     Blocks that were not asked for lately are dropped; a range that comes back late is fetched again.

@@ -7,16 +7,16 @@ import threading
 import time
 from collections.abc import Callable, Generator
 
-from hetjax.engines.clocks import Hold, Lap, no_hold
+from hetjax.engines.clocks import Hold, LocalResult, no_hold
 from hetjax.sync.hogbatch.coordinator import Coordinator
-from hetjax.sync.hogbatch.method import Finished, News, Task
+from hetjax.sync.hogbatch.method import Finished, News, WorkItem
 
 TICK = 0.05  # seconds between two looks at the workers
 GRACE = 0.4  # seconds that tasks on their way get when somebody asks for the end
 _PATIENCE = 20.0  # a task may take so many times as long as the slowest of its worker before
 _LEAST_PATIENCE = 10.0  # seconds
 
-Compute = Callable[[Task], Lap]
+Compute = Callable[[WorkItem], LocalResult]
 
 
 class Abandoned(Exception):
@@ -120,7 +120,7 @@ class Threads:
             elif (late := self._too_long(task, now)) is not None:
                 self.coordinator.fail(task.worker, TimeoutError(late), task)
 
-    def _too_long(self, task: Task, now: float) -> str | None:
+    def _too_long(self, task: WorkItem, now: float) -> str | None:
         """What to say about a task that has taken too long. Rows that are slow to come are no fault of the worker."""
         if (started := task.started) is None:
             if now - task.taken <= self.wait_limit:

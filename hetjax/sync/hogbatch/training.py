@@ -12,20 +12,19 @@ import jax
 import numpy as np
 
 from hetjax.engines.chunked import ChunkedEngine
-from hetjax.engines.clocks import Lap
+from hetjax.engines.clocks import LocalResult
 from hetjax.engines.session import Session
-from hetjax.history import History, Record
-from hetjax.recorder import Recorder
+from hetjax.history import History, Record, Recorder
 from hetjax.reduce.update import State
 from hetjax.sampling.ranges import RangePool
 from hetjax.sync.base import Job
 from hetjax.sync.hogbatch.coordinator import Coordinator
-from hetjax.sync.hogbatch.method import Back, Finished, Lost, Method, Moment, News, Task, Update
+from hetjax.sync.hogbatch.method import AppliedUpdate, Back, Finished, Lost, Method, Moment, News, WorkItem
+from hetjax.sync.hogbatch.metrics import UpdateMetrics
 from hetjax.sync.hogbatch.scaling import Rate
-from hetjax.sync.hogbatch.stock import Stock
-from hetjax.sync.hogbatch.tally import Tally
+from hetjax.sync.hogbatch.stock import Prefetch
 from hetjax.sync.hogbatch.threads import Pause, Threads
-from hetjax.sync.hogbatch.virtual import Schedule, VirtualTime
+from hetjax.sync.hogbatch.virtual import VirtualSchedule, VirtualTime
 
 log = logging.getLogger("hetjax")
 
@@ -46,10 +45,10 @@ class Training:
         rate: Rate,
         *,
         pause: Pause,
-        replay: Schedule | None,
+        replay: VirtualSchedule | None,
         remember: Callable[[Moment, dict[str, Any]], None],
         told: dict[str, Any],
-        on_update: Callable[[Update], None] | None,
+        on_update: Callable[[AppliedUpdate], None] | None,
     ):
         assert isinstance(session.engine, ChunkedEngine)
         self.job, self.session, self.engine, self.method = job, session, session.engine, method
@@ -66,7 +65,7 @@ class Training:
             step_of=lambda samples: self.offset + job.order.whole_steps(samples),
         )
         most = int(np.max(self.engine.capacity_W))
-        self.stock = Stock(job.source, job.order, block=max(most, job.batch), end=job.end, keep=2 * len(job.workers))
+        self.stock = Prefetch(job.source, job.order, block=max(most, job.batch), end=job.end, keep=2 * len(job.workers))
 
     def run(self, history: History) -> tuple[State, History]:
         job, simulation = self.job, self.job.simulation
@@ -74,7 +73,7 @@ class Training:
         if simulation is not None:
             simulation.step = self.start.step
         with closing(self.stock), job.record(history) as recorder:
-            tally = Tally(self.session.layout, self.method.batch_W, self.coordinator.clock(), self.told)
+            tally = UpdateMetrics(self.session.layout, self.method.batch_W, self.coordinator.clock(), self.told)
             with closing(self._news()) as stream:  # whatever is raised in here ends the workers at once
                 for news in stream:
                     if not isinstance(news, Finished):
@@ -98,7 +97,7 @@ class Training:
         self.remember(last, counted)
         return last.state, history
 
-    def _record(self, tally: Tally, news: Finished, recorder: Recorder) -> None:
+    def _record(self, tally: UpdateMetrics, news: Finished, recorder: Recorder) -> None:
         """A step's worth of samples is done."""
         assert news.moment is not None
         record = self._made(tally, self.coordinator.step_of(tally.seen))
@@ -108,7 +107,7 @@ class Training:
         if self.job.simulation is not None:
             self.job.simulation.step = record.step
 
-    def _made(self, tally: Tally, step: int) -> Record:
+    def _made(self, tally: UpdateMetrics, step: int) -> Record:
         return tally.record(step, max(0, tally.seen - 1) // self.job.order.size, self.job.saving())
 
     def _say(self, news: News) -> None:
@@ -140,7 +139,7 @@ class Training:
             stopping=self.job.stopping,
         ).run()
 
-    def _phase(self, task: Task, leaves: list[jax.Array] | None) -> Lap:
+    def _phase(self, task: WorkItem, leaves: list[jax.Array] | None) -> LocalResult:
         """The local phase of a task, on the calling thread; the model is read as late as can be, unless it was."""
         span = task.span
         rows = self.stock.rows(span)

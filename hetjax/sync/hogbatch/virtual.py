@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 import jax
 import numpy as np
 
-from hetjax.engines.clocks import Lap
+from hetjax.engines.clocks import LocalResult
 from hetjax.simulation.speeds import Simulation, constant
 from hetjax.sync.hogbatch.coordinator import Coordinator
-from hetjax.sync.hogbatch.method import News, Task
+from hetjax.sync.hogbatch.method import News, WorkItem
 
 _ROW_TIME = 1e-3  # virtual seconds of one row at speed 1
 
 
 @dataclass(frozen=True)
-class Schedule:
+class VirtualSchedule:
     """How long a task takes in virtual time: (startup + rows x row_time / speed) x exp(noise x a seeded normal)."""
 
     seed: int = 0
@@ -37,7 +37,7 @@ class VirtualTime:
     go to who started first.
     """
 
-    def __init__(self, schedule: Schedule, workers: int, simulation: Simulation | None = None):
+    def __init__(self, schedule: VirtualSchedule, workers: int, simulation: Simulation | None = None):
         given = len(schedule.speeds) if schedule.speeds is not None else workers
         if given != workers:
             raise ValueError(f"The schedule has speeds for {given} workers, but there are {workers}: give one each.")
@@ -55,12 +55,12 @@ class VirtualTime:
     def run(
         self,
         coordinator: Coordinator,
-        rows_of: Callable[[Task], int],
-        read: Callable[[Task], list[jax.Array]],
-        compute: Callable[[Task, list[jax.Array]], Lap],
+        rows_of: Callable[[WorkItem], int],
+        read: Callable[[WorkItem], list[jax.Array]],
+        compute: Callable[[WorkItem, list[jax.Array]], LocalResult],
         stopping: Callable[[], bool],
     ) -> Generator[News]:
-        agenda: list[tuple[float, int, Task, list[jax.Array]]] = []
+        agenda: list[tuple[float, int, WorkItem, list[jax.Array]]] = []
         started = 0
         while True:
             if stopping():

@@ -90,7 +90,7 @@ class Reference:
                 self.receive(b, wait)
         return loss / samples
 
-    def average_optimiser(self) -> None:
+    def average_optimizer(self) -> None:
         """With the weights of the parameters sent last."""
         mean = sum(w * m for w, m in zip(self.weights_sent, self.m, strict=True))
         self.m = [mean.copy() for _ in range(self.nodes)]

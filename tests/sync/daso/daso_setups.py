@@ -10,10 +10,10 @@ from holder import Holder
 
 from hetjax import Chunked, Trainer
 from hetjax.devices.workers import Workers
-from hetjax.engines.clocks import Lap
+from hetjax.engines.clocks import LocalResult
 from hetjax.planning.controllers.base import Plan
-from hetjax.reduce.layout import Layout, Sums
-from hetjax.reduce.transports import own_slots
+from hetjax.reduce.base import own_slots
+from hetjax.reduce.layout import Layout, StepSums
 from hetjax.reduce.update import State
 from hetjax.sampling.order import Sampler, Span
 from hetjax.sync.base import Rule, Setting
@@ -48,16 +48,16 @@ class Fixed:
 def quadratic(seed=0, size=3):
     """Half the squared distance to the samples, with a curvature for every coordinate."""
     rng = np.random.default_rng(seed)
-    centre, curve = rng.normal(size=(SAMPLES, size)), np.array([1.0, 0.5, 2.0])[:size]
+    center, curve = rng.normal(size=(SAMPLES, size)), np.array([1.0, 0.5, 2.0])[:size]
 
     def loss_fn(params, batch, keys):
         return 0.5 * jnp.sum(jnp.asarray(curve) * (params - batch["c"]) ** 2, axis=-1)
 
     def gradient(x, rows):
-        away = x - centre[rows]
+        away = x - center[rows]
         return (curve * away).sum(0), 0.5 * (curve * away**2).sum()
 
-    return loss_fn, {"c": centre}, np.zeros(size), gradient
+    return loss_fn, {"c": center}, np.zeros(size), gradient
 
 
 def tanh_net(seed=0, inputs=4, hidden=3):
@@ -135,9 +135,9 @@ class Driven:
         laps = []
         for device, (gradient, count) in zip(self.reduce.workers.devices, told, strict=True):
             zero, number = jnp.zeros(()), jnp.asarray(float(count))
-            sums = Sums(jnp.asarray(gradient), (), zero, number, number, {})
+            sums = StepSums(jnp.asarray(gradient), (), zero, number, number, {})
             parts = tuple(jax.device_put(np.asarray(part)[None], device) for part in self.layout.pack(sums))
-            laps.append(Lap(parts, count, 0.0, 1.0))
+            laps.append(LocalResult(parts, count, 0.0, 1.0))
         epoch, start = divmod(self.cursor, self.samples)
         self.cursor += 4
         self.reduce.step(laps, [own_slots(1.0, lap.rows, 0, stop) for lap in laps], Span(epoch, start, start + 4))

@@ -8,9 +8,9 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "support")]
 
-from hetjax.fleet.distributed import initialise, leave  # noqa: E402
+from hetjax.fleet.distributed import initialize, leave  # noqa: E402
 
-place = initialise(start_limit=60, wait_limit=60)
+place = initialize(start_limit=60, wait_limit=60)
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402

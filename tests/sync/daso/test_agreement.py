@@ -17,7 +17,7 @@ from hetjax.devices.workers import Workers
 from hetjax.sync.allreduce import AllReduce
 from hetjax.sync.daso import Daso
 from hetjax.sync.daso.averaging import terms
-from hetjax.sync.daso.exchange import Notes, from_words
+from hetjax.sync.daso.exchange import NodeMessage, from_words
 from hetjax.sync.daso.node import in_one_process
 
 COUNTS, SIZES = [4, 1, 2, 1], [2, 1, 1]
@@ -44,7 +44,7 @@ def test_blocking_phases_are_allreduce(optimizer):
     np.testing.assert_allclose(runs[1][1], runs[0][1], rtol=1e-10)
 
 
-def test_model_state_moving_average_and_optimiser_go_along():
+def test_model_state_moving_average_and_optimizer_go_along():
     """In blocking phases as with all-reduce; after other epochs alike on all nodes, momentum only before blocking."""
     _, data, params, _ = quadratic()
     data, params = {"c": data["c"].astype(np.float32)}, params.astype(np.float32)
@@ -91,15 +91,15 @@ def test_unequal_steps_and_unequal_data_meet_at_the_right_place(options, skip, e
 
     Every sample counts alike, so the optimum is (8 x 0 + 4 x 1 + 2 x 2 + 2 x 3) / 16 = .875. Weights by batch per step,
     all equal here, end at sum_j a_j c_j / sum_j a_j with a_j = 1 - .99^k_j, .888; by samples since the last at .417."""
-    made, centre = np.array([8, 4, 2, 2]), np.arange(4.0)
+    made, center = np.array([8, 4, 2, 2]), np.arange(4.0)
     a = 1 - 0.99**made
-    assert round(float(a @ centre / a.sum()), 4) == 0.8878
-    assert round(float((a * made) @ centre / (a @ made)), 3) == 0.417
+    assert round(float(a @ center / a.sum()), 4) == 0.8878
+    assert round(float((a * made) @ center / (a @ made)), 3) == 0.417
     nodes = Driven(np.array([0.88]), optax.sgd(0.01), samples=4000, warm_up=0, cool_down=0, wire="full", **options)
     nodes.sync.schedule.skip = skip
     for step in range(641):
         active = (step % 8 + 1) * made // 8 > step % 8 * made // 8
-        nodes.step([(x - c, 1) if on else (0 * x, 0) for x, c, on in zip(nodes.x, centre, active, strict=True)])
+        nodes.step([(x - c, 1) if on else (0 * x, 0) for x, c, on in zip(nodes.x, center, active, strict=True)])
     assert np.mean(nodes.x) == pytest.approx(expected, abs=within)
 
 
@@ -185,10 +185,10 @@ def test_stopped_after_any_step_it_is_the_same_run(blend):
             made.sync = Daso(nodes=[1, 1], **options)
             ask = lambda record, state, asked=asked: made.stop() if record.step == asked + 1 else None
             half, first = made.fit(fresh, data, epochs=epochs, hooks=[ask])
-            saved, half = json.loads(json.dumps(made.remember(half))), jax.tree.map(np.array, half)
+            saved, half = json.loads(json.dumps(made.state_dict(half))), jax.tree.map(np.array, half)
             pending.append("sent" in half.more)
             made.sync = Daso(nodes=[1, 1], **options)
-            rest, second = made.fit(made.recall(saved, half), data, stop_at=epochs * SAMPLES)
+            rest, second = made.fit(made.load_state_dict(saved, half), data, stop_at=epochs * SAMPLES)
             np.testing.assert_array_equal(first.losses + second.losses, history.losses, err_msg=f"after {half.step}")
             assert jax.tree.all(jax.tree.map(lambda a, b: np.array_equal(a, b), rest.core, whole.core))
     assert any(pending)
@@ -209,12 +209,12 @@ def test_other_nodes_go_on_from_the_answer(steps):
         np.testing.assert_allclose(flat(made.answer(state).params), expected, rtol=1e-5)
         _, loss = gradient(expected, np.arange(SAMPLES))
         assert made.evaluate(state, data)["loss"] == pytest.approx(loss / SAMPLES, rel=1e-5)
-        saved = made.remember(state)
+        saved = made.state_dict(state)
     state = jax.tree.map(np.asarray, state)
     with trainer(loss_fn, [4, 4], [1, 1], sync=AllReduce()) as made:
-        np.testing.assert_allclose(flat(made.recall(saved, state).params), expected, rtol=1e-5)
+        np.testing.assert_allclose(flat(made.load_state_dict(saved, state).params), expected, rtol=1e-5)
     with trainer(loss_fn, [4, 4], [1, 1], optax.sgd(0.0), warm_up=0, cool_down=0) as made:
-        other, _ = made.fit(made.recall(saved, state), data, steps=1)
+        other, _ = made.fit(made.load_state_dict(saved, state), data, steps=1)
     assert other.replicas == 2
     for mine in per_node(other.params, 2):
         np.testing.assert_allclose(mine, expected, rtol=1e-5)
@@ -267,14 +267,14 @@ def test_wishes_end_with_the_run_that_they_were_about():
     nodes = Driven(zero, optax.sgd(1.0), samples=400, warm_up=0, cool_down=0, wire="full", wait="paper")
     for _ in range(3):  # sent in the first step: what is wished for later goes along with the next exchange
         nodes.step([(zero, 1)] * 4, stop=True)
-    held = lambda: [Notes.of(from_words(np.asarray(row))) for row in nodes.reduce.state(3, 12).more["notes"]]
+    held = lambda: [NodeMessage.of(from_words(np.asarray(row))) for row in nodes.reduce.state(3, 12).more["notes"]]
     assert [notes.stop for notes in held()] == [1, 1, 1, 1]
     nodes.reopen()
     assert [notes.stop for notes in held()] == [0, 0, 0, 0]
     assert [notes.made for notes in held()] == [2, 2, 2, 2]
 
 
-def test_as_published_with_any_optimiser_and_16_bits():
+def test_as_published_with_any_optimizer_and_16_bits():
     """Blocking phases send parameters too: what they are the difference to is known from the first step on."""
     loss_fn, data, params, _ = tanh_net()
     data, params = jax.tree.map(lambda x: x.astype(np.float32), (data, params))

@@ -25,7 +25,7 @@ def test_every_phase_equals_the_reference(problem, blend, counts, sizes):
     seen = []
     for epoch, (gs, wait) in enumerate(skips):
         if gs == 0 and epoch and not faithful:
-            reference.average_optimiser()
+            reference.average_optimizer()
         reference.epoch(node_parts(epoch, counts, sizes), gs, wait)
         seen.append([x.copy() for x in reference.x])
     with trainer(loss_fn, counts, sizes, optax.sgd(0.1, momentum=0.5), **options) as made:

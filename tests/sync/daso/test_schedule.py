@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from hetjax.sync.daso.schedule import Act, Plateau, Schedule
+from hetjax.sync.daso.schedule import Act, DasoSchedule, Plateau
 
 
 def letters(act: Act) -> str:
@@ -13,12 +13,12 @@ def letters(act: Act) -> str:
     return f"{'G' if act.gradients else ''}{'S' if act.send else ''}{received}{'B' if act.block else ''}" or "-"
 
 
-def epoch(schedule: Schedule, steps: int) -> str:
+def epoch(schedule: DasoSchedule, steps: int) -> str:
     return " ".join(letters(schedule.step(last=b == steps - 1)) for b in range(steps))
 
 
-def cycling(skip: int, wait: int, **options) -> Schedule:
-    schedule = Schedule(warm_up=0, cool_down=0, **options)
+def cycling(skip: int, wait: int, **options) -> DasoSchedule:
+    schedule = DasoSchedule(warm_up=0, cool_down=0, **options)
     schedule.skip, schedule.wait = skip, wait
     return schedule
 
@@ -65,18 +65,18 @@ def test_a_slow_exchange_is_received_later(needs, expected):
 
 
 def test_blocking_phases_sum_gradients():
-    assert epoch(Schedule(warm_up=1), 3) == "G G G"
+    assert epoch(DasoSchedule(warm_up=1), 3) == "G G G"
 
 
 def test_without_overlap_it_is_local_sgd_with_as_many_exchanges():
-    schedule, control = (Schedule(warm_up=0, cool_down=0, overlap=overlap) for overlap in (True, False))
+    schedule, control = (DasoSchedule(warm_up=0, cool_down=0, overlap=overlap) for overlap in (True, False))
     assert epoch(control, 10) == "SB - - - SB - - - SB SB"
     assert epoch(schedule, 10).count("S") == 4
 
 
 def test_the_cycle_of_skips_by_hand():
     """warm_up 2, cool_down 2 of 22 epochs; the loss falls, then stays: 4 -> 2 -> 1 -> 8 -> 4."""
-    schedule = Schedule(warm_up=2, cool_down=2, total=22)
+    schedule = DasoSchedule(warm_up=2, cool_down=2, total=22)
     losses = [3.0, 2.5, 2.0, 1.5, 1.0] + [0.99] * 17  # 1% is no improvement
     seen = []
     for loss in losses:
@@ -89,7 +89,7 @@ def test_the_cycle_of_skips_by_hand():
 
 
 def test_a_falling_loss_keeps_the_skip():
-    schedule = Schedule(warm_up=0, cool_down=0)
+    schedule = DasoSchedule(warm_up=0, cool_down=0)
     for e in range(20):
         schedule.end_epoch(0.9**e)
     assert schedule.skip == 4
@@ -108,12 +108,12 @@ def test_plateau_counts_more_than_patience():
 
 
 def test_short_runs_and_edges():
-    schedule = Schedule(warm_up=0, cool_down=0, max_skip=2)
+    schedule = DasoSchedule(warm_up=0, cool_down=0, max_skip=2)
     assert (schedule.skip, schedule.wait) == (2, 1)
-    only_blocking = Schedule(warm_up=1, cool_down=1, total=2)
+    only_blocking = DasoSchedule(warm_up=1, cool_down=1, total=2)
     only_blocking.end_epoch(1.0)
     assert only_blocking.skip == 0
-    longer = Schedule(warm_up=1, cool_down=1, total=2)  # a run that is prolonged after its cool-down cycles again
+    longer = DasoSchedule(warm_up=1, cool_down=1, total=2)  # a run that is prolonged after its cool-down cycles again
     longer.end_epoch(1.0)
     longer.total = 9
     longer.end_epoch(1.0)
@@ -126,7 +126,7 @@ def test_it_goes_on_from_its_state_in_any_step():
         for e, steps in enumerate(plan):
             for b in range(steps):
                 if len(seen) == until:
-                    fresh = Schedule(warm_up=1, cool_down=1, total=len(plan))
+                    fresh = DasoSchedule(warm_up=1, cool_down=1, total=len(plan))
                     fresh.load_state_dict(json.loads(json.dumps(schedule.state_dict())))
                     schedule = fresh
                 seen.append(letters(schedule.step(last=b == steps - 1)))
@@ -134,7 +134,7 @@ def test_it_goes_on_from_its_state_in_any_step():
         return seen
 
     plan = [7, 9, 8, 6, 9, 7, 7]
-    make = lambda: Schedule(warm_up=1, cool_down=1, total=len(plan))
+    make = lambda: DasoSchedule(warm_up=1, cool_down=1, total=len(plan))
     expected = whole(make(), -1, plan)
     assert all(whole(make(), place, plan) == expected for place in range(sum(plan)))
 
@@ -142,4 +142,4 @@ def test_it_goes_on_from_its_state_in_any_step():
 @pytest.mark.parametrize("wrong", [{"warm_up": -1}, {"cool_down": -1}, {"max_skip": 0}, {"stability": 1.0}])
 def test_nonsense_is_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        Schedule(**wrong)
+        DasoSchedule(**wrong)

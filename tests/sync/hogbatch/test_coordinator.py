@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 from async_problem import Versions
 
-from hetjax.engines.clocks import Lap
+from hetjax.engines.clocks import LocalResult
 from hetjax.sampling.ranges import RangePool
 from hetjax.sync.hogbatch.coordinator import Coordinator
 from hetjax.sync.hogbatch.immediate import Immediate
 from hetjax.sync.hogbatch.method import Back, Finished, Lost
 from hetjax.sync.hogbatch.scaling import Rate
 
-LAP = Lap((), 4, 0.0, 1.0)
+LAP = LocalResult((), 4, 0.0, 1.0)
 
 
 @pytest.fixture

@@ -26,13 +26,13 @@ from problems import distance, problem, reference_run
 from hetjax import Chunked, Simulation, Trainer
 from hetjax.sampling.ranges import Range
 from hetjax.sync import AdaptiveHogbatch, AdaptiveSgd, Hogbatch
-from hetjax.sync.hogbatch import Schedule
+from hetjax.sync.hogbatch import VirtualSchedule
 from hetjax.sync.hogbatch.immediate import Immediate
-from hetjax.sync.hogbatch.method import Task
+from hetjax.sync.hogbatch.method import WorkItem
 from hetjax.sync.hogbatch.rules import moved_batches
 from hetjax.zoo.tasks import make_task
 
-UNEQUAL = Schedule(seed=3, speeds=(1.0, 4.0, 2.0))
+UNEQUAL = VirtualSchedule(seed=3, speeds=(1.0, 4.0, 2.0))
 FAMILY = [Hogbatch, AdaptiveHogbatch, AdaptiveSgd]
 
 
@@ -113,7 +113,7 @@ def test_it_converges_on_a_quadratic(kind):
 def test_it_learns_the_digits(kind):
     task = make_task("digits", "mlp", hidden=(24,), dropout=0.0)
     options = {"mega_batch": 256} if kind is AdaptiveSgd else {}
-    sync = kind(replay=Schedule(0, speeds=(1.0, 8.0)), batches=[8, 64], smallest=8, **options)
+    sync = kind(replay=VirtualSchedule(0, speeds=(1.0, 8.0)), batches=[8, 64], smallest=8, **options)
     with Trainer(
         task.model, optax.sgd(0.3), batch_size=64, sync=sync, devices=jax.devices()[:2],
         engine=Chunked(rungs=[8, 64]),
@@ -128,7 +128,7 @@ def test_it_learns_the_digits(kind):
 def test_a_seed_replays_the_same_interleaving_to_the_bit(kind):
     rows, logs, found = data(), [[], [], []], []
     for log, seed in zip(logs, (5, 5, 6), strict=True):
-        found.append(run(kind, rows, log=log, replay=Schedule(seed, 0.3, (1.0, 4.0, 2.0)))[0])
+        found.append(run(kind, rows, log=log, replay=VirtualSchedule(seed, 0.3, (1.0, 4.0, 2.0)))[0])
     assert logs[0] == logs[1]
     assert np.array_equal(found[0], found[1])
     assert [d.worker for d in logs[0]] != [d.worker for d in logs[2]]
@@ -152,11 +152,11 @@ def test_adaptive_batches_even_the_updates_out_and_compile_nothing():
     assert moved.recompiles_after_warmup == 0
 
 
-def test_utilisation_is_full_where_nobody_waits_and_the_times_add_up():
+def test_utilization_is_full_where_nobody_waits_and_the_times_add_up():
     history = run(Hogbatch, data(960))[1]
-    assert min(history.more["utilisation"]) > 0.97
+    assert min(history.more["utilization"]) > 0.97
     busy_W = np.sum([r.times_W for r in history.records], axis=0) / history.records[-1].seconds
-    np.testing.assert_allclose(busy_W, history.more["utilisation"], atol=0.03)
+    np.testing.assert_allclose(busy_W, history.more["utilization"], atol=0.03)
     assert sum(int(r.counts_W.sum()) for r in history.records) == 2 * 960
 
 
@@ -177,7 +177,7 @@ def test_the_bound_holds_in_any_order_of_events_and_never_locks(workers, bound, 
         if worker in flying:
             assert method.commit(flying.pop(worker), None).staleness <= bound
         elif method.may_start(flying.values()):
-            flying[worker] = Task(worker, Range(0, 0, 1), 1, 1.0, 1.0, 0.0, method.version)
+            flying[worker] = WorkItem(worker, Range(0, 0, 1), 1, 1.0, 1.0, 0.0, method.version)
         else:
             assert flying  # only ever waits for somebody
 
@@ -191,11 +191,11 @@ def test_a_run_goes_on_where_it_was_and_no_sample_is_seen_twice(float64):
         state, history = trainer.fit(state, rows, epochs=2, hooks=[stop])
         assert len(log) < 24
         whole = [r.step for r in history.records if r.step <= state.step]  # the last record may be of a part of a step
-        saved = trainer.remember(state)
+        saved = trainer.state_dict(state)
         assert saved["sync"]["state"]["undone"]  # ranges were on their way
     again = Hogbatch(replay=7, on_update=log.append)
     with trainer_for(again, 2) as trainer:  # other workers, another interleaving
-        state = trainer.recall(saved, jax.tree.map(np.asarray, state))
+        state = trainer.load_state_dict(saved, jax.tree.map(np.asarray, state))
         state, more = trainer.fit(state, rows, stop_at=2 * 96)
     assert covered(log, 96) == list(range(2 * 96))
     assert (state.step, state.cursor) == (12, 192)
@@ -211,9 +211,11 @@ def test_the_summary_of_a_resumed_run_is_of_all_its_parts():
         state, history = trainer.fit(trainer.init(first()), rows, epochs=2, hooks=[stop])
         records += [r for r in history.records if r.step <= state.step]
         assert len(records) < len(history.records)  # it stopped within a step
-        saved, before = json.loads(json.dumps(trainer.remember(state))), len(log)
+        saved, before = json.loads(json.dumps(trainer.state_dict(state))), len(log)
     with trainer_for(Hogbatch(replay=7, on_update=log.append), 3) as trainer:
-        state, history = trainer.fit(trainer.recall(saved, jax.tree.map(np.asarray, state)), rows, stop_at=2 * 96)
+        state, history = trainer.fit(
+            trainer.load_state_dict(saved, jax.tree.map(np.asarray, state)), rows, stop_at=2 * 96
+        )
         records += history.records
     told, made_W = history.more, np.bincount([d.worker for d in log])
     assert 0 < before < told["updates"] == len(log)
@@ -222,16 +224,16 @@ def test_the_summary_of_a_resumed_run_is_of_all_its_parts():
     np.testing.assert_array_equal(np.sum([r.more["updates"] for r in records], axis=0), made_W)
     assert sum(int(r.counts_W.sum()) for r in records) == 2 * 96
     busy_W = np.sum([r.times_W for r in records], axis=0) / sum(r.step_time for r in records)
-    np.testing.assert_allclose(busy_W, told["utilisation"], rtol=1e-6)
+    np.testing.assert_allclose(busy_W, told["utilization"], rtol=1e-6)
 
 
 def test_resumed_batches_keep_to_the_bounds_of_now():
     rows, log = data(), []
     with trainer_for(Hogbatch(replay=0, batches=16)) as trainer:
         state, _ = trainer.fit(trainer.init(first()), rows, epochs=1)
-        saved, state = trainer.remember(state), jax.tree.map(np.asarray, state)
+        saved, state = trainer.state_dict(state), jax.tree.map(np.asarray, state)
     with trainer_for(Hogbatch(replay=0, on_update=log.append), capacity=8, engine=Chunked(rungs=[4, 8])) as trainer:
-        trainer.fit(trainer.recall(saved, state), rows, epochs=1)
+        trainer.fit(trainer.load_state_dict(saved, state), rows, epochs=1)
     assert {done.batch for done in log} == {8}
 
 
@@ -309,7 +311,7 @@ def test_as_published():
         (Hogbatch(), {"engine": "looped"}, "every worker runs alone"),
         (Hogbatch(smallest=99), {}, "smallest batch of 99"),
         (Hogbatch(batches=[1, 2, 3]), {}, "batches lists 3 numbers for 2 workers"),
-        (Hogbatch(replay=Schedule(speeds=(1.0,))), {}, "speeds for 1 workers"),
+        (Hogbatch(replay=VirtualSchedule(speeds=(1.0,))), {}, "speeds for 1 workers"),
     ],
 )
 def test_what_makes_no_sense_is_refused(sync, options, words):

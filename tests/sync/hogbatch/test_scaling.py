@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from hetjax.reduce.layout import Layout, Sums
+from hetjax.reduce.layout import Layout, StepSums
 from hetjax.sync.base import Rule
 from hetjax.sync.hogbatch.scaling import follows_scale, scaled
 from hetjax.sync.hogbatch.shared_model import SharedModel
@@ -25,7 +25,7 @@ def moved(optimizer, batches, silent=0):
     tail = [(np.zeros(size), batch) for batch in (16, 256) * (silent // 2)]
     for gradient_K, batch in [*zip(np.eye(size), batches, strict=True), *tail]:
         one = jnp.ones(())
-        made = Sums({"w": jnp.asarray(batch * gradient_K, np.float32)}, (), one, batch * one, one, {})
+        made = StepSums({"w": jnp.asarray(batch * gradient_K, np.float32)}, (), one, batch * one, one, {})
         shared.apply(tuple(part[None] for part in layout.pack(made)), batch / REFERENCE)
     return np.asarray(shared.snapshot.core[0]["w"])
 

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from hetjax.reduce.layout import Layout, Sums
+from hetjax.reduce.layout import Layout, StepSums
 from hetjax.sync.base import Rule
 from hetjax.sync.hogbatch.shared_model import SharedModel, home_device
 
@@ -18,7 +18,7 @@ LAYOUT = Layout.of(SHAPE, (), ())
 
 def sums(gradient, weight=1.0):
     one = jnp.ones(())
-    made = Sums({"w": jnp.full(3, float(gradient))}, (), one, weight * one, one, {})
+    made = StepSums({"w": jnp.full(3, float(gradient))}, (), one, weight * one, one, {})
     return tuple(part[None] for part in LAYOUT.pack(made))
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from hetjax.sampling.order import Sampler
 from hetjax.sampling.ranges import RangePool
-from hetjax.sync.hogbatch.stock import Stock
+from hetjax.sync.hogbatch.stock import Prefetch
 
 
 class Numbered:
@@ -29,7 +29,7 @@ class Numbered:
 
 @pytest.fixture
 def stock():
-    made = Stock(Numbered(50), Sampler(50, 8, seed=1), block=16, end=100, keep=4)
+    made = Prefetch(Numbered(50), Sampler(50, 8, seed=1), block=16, end=100, keep=4)
     yield made
     made.close()
 

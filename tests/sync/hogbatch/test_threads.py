@@ -16,7 +16,7 @@ from hetjax.simulation.speeds import constant
 from hetjax.sync import AdaptiveHogbatch, AdaptiveSgd, Hogbatch
 from hetjax.sync.hogbatch import threads
 from hetjax.sync.hogbatch.merged import Merged
-from hetjax.sync.hogbatch.method import Task
+from hetjax.sync.hogbatch.method import WorkItem
 from hetjax.sync.hogbatch.rules import moved_batches
 from hetjax.sync.hogbatch.threads import Pause, Threads
 
@@ -168,7 +168,7 @@ def test_rows_that_come_late_are_no_fault_of_the_worker(monkeypatch, caplog):
 def test_how_long_a_task_may_take():
     """Ten seconds or twenty times the usual, from when the rows are there; and wait_limit in any case."""
     looking = Threads(None, None, 1, pause=Pause(), wait_limit=60.0, stopping=lambda: False)
-    task = Task(0, Range(0, 0, 4), 4, 1.0, 1.0, taken=100.0, version=0)
+    task = WorkItem(0, Range(0, 0, 4), 4, 1.0, 1.0, taken=100.0, version=0)
     assert looking._too_long(task, 159.0) is None
     assert "got no rows within 60 s" in looking._too_long(task, 161.0)
     task.started = 150.0
@@ -246,12 +246,12 @@ def test_asked_to_stop_it_ends_within_two_seconds_and_goes_on_later(kind):
         state, _ = trainer.fit(trainer.init(first()), rows, epochs=100, hooks=[soon])
         assert time.monotonic() - asked[0] < 2
         assert 0 < state.cursor < 9600
-        saved = trainer.remember(state)
+        saved = trainer.state_dict(state)
     assert not [t for t in threading.enumerate() if t.name.startswith("hetjax-hogbatch")]
     state = jax.tree.map(np.asarray, state)
     sync = kind(on_update=log.append)
     with trainer_for(sync) as trainer:
-        state, _ = trainer.fit(trainer.recall(saved, state), rows, stop_at=9600)
+        state, _ = trainer.fit(trainer.load_state_dict(saved, state), rows, stop_at=9600)
     assert state.cursor == 9600
     if kind is not AdaptiveSgd:
         assert covered(log, 96) == list(range(9600))

@@ -62,7 +62,7 @@ _RUN: dict[str, tuple[Callable[[Any], bool], str]] = {
     "trainer": (_object, "an object"),
     "extra": (_object, "an object"),
 }
-_TRAINER: dict[str, tuple[Callable[[Any], bool], str]] = {  # what `Trainer.remember` gives; other trainers may differ
+_TRAINER: dict[str, tuple[Callable[[Any], bool], str]] = {  # what `Trainer.state_dict` gives; other trainers may differ
     "batch_size": _COUNT,
     "seed": (lambda seed: isinstance(seed, int) and not isinstance(seed, bool), "a whole number"),
     "controller": (_object, "an object"),

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from hetjax.history import Record
-from hetjax.reduce.layout import Layout, Report
-from hetjax.sync.hogbatch.method import Finished, Update
+from hetjax.reduce.layout import Layout, StepReport
+from hetjax.sync.hogbatch.method import AppliedUpdate, Finished
 
 
-class Sums:
+class MetricSums:
     """What is added up from updates, over the whole training or since the last record; goes on with `saved` sums."""
 
     def __init__(self, workers: int, now: float, saved: Mapping[str, Any]):
@@ -25,7 +25,7 @@ class Sums:
         self.loss, self.weight = saved.get("loss", 0.0), saved.get("weight", 0.0)
         self.metrics = defaultdict[str, float](float, saved.get("metrics", {}))
 
-    def add(self, done: Update, report: Report) -> None:
+    def add(self, done: AppliedUpdate, report: StepReport) -> None:
         for sum_W, more in ((self.updates_W, 1), (self.counts_W, done.span.count), (self.rows_W, done.rows)):
             sum_W[done.worker] += more
         self.busy_W[done.worker] += done.ended - done.began
@@ -52,10 +52,10 @@ class Sums:
         }
 
 
-class Tally:
+class UpdateMetrics:
     """Counts what every worker does. A record's times are the seconds a worker was busy between two records.
 
-    utilisation = seconds of local phases, those under way included / seconds of the training
+    utilization = seconds of local phases, those under way included / seconds of the training
     With `saved` a training goes on that was counted before, if by as many workers: the summary is of all of it, and the
     first record is of the whole step that it was stopped in.
     """
@@ -65,15 +65,15 @@ class Tally:
         saved = saved if len(saved.get("batches", ())) == self.workers else {}
         self.batch_W = np.array(batch_W, np.int64)
         self.samples, self.seen, self.now = 0, 0, began
-        self.whole = Sums(self.workers, began, saved.get("whole", {}))
-        self._part = Sums(self.workers, began, saved.get("part", {}))
+        self.whole = MetricSums(self.workers, began, saved.get("whole", {}))
+        self._part = MetricSums(self.workers, began, saved.get("part", {}))
         self._since_W: tuple[float | None, ...] = (None,) * self.workers  # when the tasks now out were started
         self._nonfinite: set[int] = set()
         self._bad_update = False
         self._changes: list[str] = []
 
     def add(self, news: Finished) -> None:
-        done, report = news.update, Report.read(self.layout, np.asarray(news.tail), 1)
+        done, report = news.update, StepReport.read(self.layout, np.asarray(news.tail), 1)
         self.now, self.seen, self._since_W = done.applied, news.seen, news.since_W
         self.samples += done.span.count
         self.whole.add(done, report)
@@ -120,7 +120,7 @@ class Tally:
                 "staleness": sum(k * n for k, n in part.staleness.items()) / max(1, int(part.updates_W.sum())),
             },
         )
-        self._part = Sums(self.workers, self.now, {"busy": -under_way_W})  # which are in this record
+        self._part = MetricSums(self.workers, self.now, {"busy": -under_way_W})  # which are in this record
         self._nonfinite, self._bad_update, self._changes = set(), False, []
         return made
 
@@ -140,7 +140,7 @@ class Tally:
             "updates": int(whole.updates_W.sum()),
             "update_share": share(whole.updates_W),
             "sample_share": share(whole.counts_W),
-            "utilisation": (busy_W / seconds).tolist() if seconds > 0 else [0.0] * self.workers,
+            "utilization": (busy_W / seconds).tolist() if seconds > 0 else [0.0] * self.workers,
             "staleness": whole.histogram(),
             "batches": self.batch_W.tolist(),
         }
