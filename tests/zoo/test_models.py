@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from hetjax.data import Description, fetch, load
-from hetjax.zoo import Transformer, classification, make, next_token
+from hetjax.zoo import Transformer, classification, make_model, next_token
 from hetjax.zoo.layers import max_pool
 from hetjax.zoo.transformer import causal_attention
 
@@ -28,12 +28,12 @@ SMALL = {
 def small(name, **options):
     """A small model, made once: no test changes it."""
     description = WORDS if name == "transformer" else IMAGES
-    return make(name, description, nnx.Rngs(0), **SMALL[name], **options)
+    return make_model(name, description, nnx.Rngs(0), **SMALL[name], **options)
 
 
 def outline(name, description=IMAGES, **options):
     """The same with shapes for numbers, where only the structure matters."""
-    return nnx.eval_shape(lambda: make(name, description, nnx.Rngs(0), **SMALL[name], **options))
+    return nnx.eval_shape(lambda: make_model(name, description, nnx.Rngs(0), **SMALL[name], **options))
 
 
 def batch_for(name, rows=6, seed=0):
@@ -233,7 +233,7 @@ def test_classification_is_cross_entropy():
 )
 def test_what_does_not_fit_is_refused(name, description, options, told):
     with pytest.raises((ValueError, TypeError), match=told):
-        make(name, description, nnx.Rngs(0), **options)
+        make_model(name, description, nnx.Rngs(0), **options)
 
 
 def test_the_transformer_takes_one_sequence_of_its_window():
@@ -247,7 +247,7 @@ def test_the_transformer_takes_one_sequence_of_its_window():
 @pytest.mark.parametrize(("spec", "name"), [("digits", "cnn"), ("synthetic", "mlp"), ("text", "transformer")])
 def test_models_fit_the_data_that_comes_with_hetjax(spec, name):
     source = load(spec)
-    model = nnx.eval_shape(lambda: make(name, source.description, nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: make_model(name, source.description, nnx.Rngs(0)))
     graph, params = nnx.split(model, nnx.Param)
     told = jax.eval_shape(partial(split_scores, graph), params, fetch(source, np.arange(2)))
     assert told.loss.shape == (2,)
