@@ -16,7 +16,7 @@ from hetjax import presets
 from hetjax.adapters.probe import check_model_state, probe_indices, probe_size, warn_of_idle_workers
 from hetjax.arguments import MOST_SAMPLES, MOST_SEED, number, whole
 from hetjax.data.batches import HostBatch, as_batch, check_rows, ends_together, sample_of
-from hetjax.data.feed import Rows
+from hetjax.data.prefetch import Rows
 from hetjax.devices import memory
 from hetjax.devices.workers import Workers
 from hetjax.engines import Engine, EngineSpec

@@ -17,8 +17,8 @@ from hetjax import sync as syncs
 from hetjax.adapters.probe import probe_indices
 from hetjax.arguments import MOST_SAMPLES, MOST_SEED, check_batch_size, check_hooks, whole
 from hetjax.data.batches import FeedBatch, as_batch, is_stream, sample_of
-from hetjax.data.feed import Feed, Rows
 from hetjax.data.memory import as_source
+from hetjax.data.prefetch import Feed, Rows
 from hetjax.data.source import Source, fetch
 from hetjax.engines import EngineSpec
 from hetjax.fleet.agree import digest, same

@@ -12,7 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from hetjax.data.feed import Feed, Rows, fetch_positions
+from hetjax.data.prefetch import Feed, Rows, fetch_positions
 from hetjax.fleet.agree import gather
 from hetjax.reduce.layout import MANY
 from hetjax.sampling.order import Span
@@ -49,7 +49,7 @@ class ArrayBatch:
 
 @dataclass(frozen=True)
 class FeedBatch:
-    """The samples at a span of an epoch's order, fetched in the background (see feed.py).
+    """The samples at a span of an epoch's order, fetched in the background (see prefetch.py).
 
     `following`: the span that comes next, if it is known; its rows are sent for when those of this one are taken, with
     a margin, as the next plan may differ.

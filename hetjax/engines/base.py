@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetjax.data.feed import Rows
+from hetjax.data.prefetch import Rows
 from hetjax.devices.workers import Workers
 from hetjax.engines.clocks import LocalResult
 from hetjax.planning.limits import Limits

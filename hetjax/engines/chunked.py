@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from hetjax.adapters.contract import control
-from hetjax.data.feed import Rows
+from hetjax.data.prefetch import Rows
 from hetjax.devices.compile import compile_for, expected
 from hetjax.devices.workers import Workers, device_kind
 from hetjax.engines.base import Program

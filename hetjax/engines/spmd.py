@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 from hetjax.adapters.contract import COUNT, POSITION, control
 from hetjax.adapters.sync_axis import SyncAxis
-from hetjax.data.feed import Rows
+from hetjax.data.prefetch import Rows
 from hetjax.devices.compile import compile_over, expected
 from hetjax.devices.workers import AXIS, Workers
 from hetjax.engines.base import Program

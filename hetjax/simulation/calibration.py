@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hetjax.data.feed import Rows
+from hetjax.data.prefetch import Rows
 from hetjax.engines.session import Session
 from hetjax.fleet.agree import gather
 from hetjax.planning.allocation import solve

@@ -9,7 +9,7 @@ import pytest
 from problems import problem
 
 from hetjax.adapters.contract import Objective
-from hetjax.data.feed import Rows
+from hetjax.data.prefetch import Rows
 from hetjax.devices import memory
 from hetjax.devices.workers import Workers
 from hetjax.engines import ChunkedEngine, Program

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from problems import RandomPlans, distance, part_of_data, problem, reference_run
 
 from hetjax.adapters.contract import Objective
-from hetjax.data.feed import Rows
+from hetjax.data.prefetch import Rows
 from hetjax.devices.workers import Workers
 from hetjax.engines import Chunked, Looped, Masked, Program, Site
 from hetjax.engines.clocks import Clocks

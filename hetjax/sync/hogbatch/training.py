@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from hetjax.data.prefetch import BlockFeed
 from hetjax.engines.chunked import ChunkedEngine
 from hetjax.engines.clocks import LocalResult
 from hetjax.engines.session import Session
@@ -22,7 +23,6 @@ from hetjax.sync.hogbatch.coordinator import Coordinator
 from hetjax.sync.hogbatch.method import AppliedUpdate, Back, Finished, Lost, Method, Moment, News, WorkItem
 from hetjax.sync.hogbatch.metrics import UpdateMetrics
 from hetjax.sync.hogbatch.scaling import Rate
-from hetjax.sync.hogbatch.stock import Prefetch
 from hetjax.sync.hogbatch.threads import Pause, Threads
 from hetjax.sync.hogbatch.virtual import VirtualSchedule, VirtualTime
 
@@ -65,14 +65,14 @@ class Training:
             step_of=lambda samples: self.offset + job.order.whole_steps(samples),
         )
         most = int(np.max(self.engine.capacity_W))
-        self.stock = Prefetch(job.source, job.order, block=max(most, job.batch), end=job.end, keep=2 * len(job.workers))
+        self.feed = BlockFeed(job.source, job.order, block=max(most, job.batch), end=job.end, keep=2 * len(job.workers))
 
     def run(self, history: History) -> tuple[State, History]:
         job, simulation = self.job, self.job.simulation
         history.last_step = self.coordinator.step_of(job.end)
         if simulation is not None:
             simulation.step = self.start.step
-        with closing(self.stock), job.record(history) as recorder:
+        with closing(self.feed), job.record(history) as recorder:
             tally = UpdateMetrics(self.session.layout, self.method.batch_W, self.coordinator.clock(), self.told)
             with closing(self._news()) as stream:  # whatever is raised in here ends the workers at once
                 for news in stream:
@@ -90,7 +90,7 @@ class Training:
             whole = tally.whole
             rates_W = np.divide(whole.counts_W, whole.busy_W, out=np.zeros(tally.workers), where=whole.busy_W > 0)
             history.more = tally.summary()
-            recorder.finish(float(rates_W.sum()) or None, self.stock.waited / tally.workers)
+            recorder.finish(float(rates_W.sum()) or None, self.feed.waited / tally.workers)
         if self.coordinator.error is not None:
             raise self.coordinator.error
         last = self.coordinator.moment()
@@ -142,7 +142,7 @@ class Training:
     def _phase(self, task: WorkItem, leaves: list[jax.Array] | None) -> LocalResult:
         """The local phase of a task, on the calling thread; the model is read as late as can be, unless it was."""
         span = task.span
-        rows = self.stock.rows(span)
+        rows = self.feed.rows(span)
         task.started = self.coordinator.clock()
         chunks = self.engine.chunks(rows, span.epoch, task.worker, span.start, span.count, self.job.order.seed)
         leaves = self.method.read(task) if leaves is None else leaves
