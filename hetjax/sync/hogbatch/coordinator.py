@@ -1,6 +1,7 @@
-"""The coordinator: whoever is free takes the next range; what is finished is applied in order of arrival.
+"""The coordinator: hands the next range to a free worker, and commits results in order of arrival.
 
-It knows nothing of threads or time: a driver (threads.py, virtual.py) lets the workers ask, and says what time it is.
+It knows neither threads nor time: a driver (threads.py, virtual.py) runs the workers and supplies the clock. What
+happens becomes events, which training.py turns into records and log lines.
 """
 
 from __future__ import annotations
@@ -8,20 +9,84 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
+import jax
 import numpy as np
 
 from hetjax.engines.clocks import LocalResult
 from hetjax.reduce.update import State
-from hetjax.sampling.ranges import RangePool
-from hetjax.sync.hogbatch.method import AppliedUpdate, Back, Finished, Lost, Method, Moment, News, Unreachable, WorkItem
-from hetjax.sync.hogbatch.scaling import Rate
+from hetjax.sampling.ranges import Range, RangePool
+from hetjax.sync.hogbatch.method import Method, ReplicaUnreachable, WorkItem
+from hetjax.sync.hogbatch.rules import Rate
+
+
+@dataclass(frozen=True)
+class AppliedUpdate:
+    """One applied gradient. Times are on the coordinator's clock; no arrays, so that a whole run can be kept."""
+
+    worker: int
+    span: Range
+    batch: int
+    scale: float
+    rate: float
+    version: int  # of the model after the update
+    staleness: int  # other updates between reading the model and this one
+    rows: int  # computed, padding included
+    began: float  # of the local phase
+    ended: float
+    applied: float
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """A state to resume from, and the host state that belongs to it."""
+
+    state: State
+    host: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class UpdateEvent:
+    """An update was applied."""
+
+    update: AppliedUpdate
+    report: jax.Array  # its loss and metrics, as `StepReport` reads them
+    seen: int  # samples learned from since the start of training
+    started_W: tuple[float | None, ...]  # of the items in flight; None: idle, or waiting for rows
+    resume_point: ResumePoint | None  # set when the update completes a step's worth of samples
+
+
+@dataclass(frozen=True)
+class WorkerLost:
+    """A worker failed; its ranges returned to the pool."""
+
+    worker: int
+    error: BaseException
+    spans: tuple[Range, ...]
+
+
+@dataclass(frozen=True)
+class WorkerRejoined:
+    """A worker that was dropped for hanging delivered a result."""
+
+    worker: int
+
+
+Event = UpdateEvent | WorkerLost | WorkerRejoined
 
 
 class Coordinator:
-    """All state that workers share, behind one lock. News of what happened goes to a queue, in order.
+    """The state shared by all workers, behind one lock.
 
-    `step_of` says how many steps so many samples make: whenever that grows, the news carry a state to resume from.
+    Args:
+        pool: The ranges left to train on.
+        method: What becomes of a worker's sums.
+        rate: The factors on gradients and updates.
+        workers: Their number.
+        clock: Seconds, real or virtual.
+        step_of: Number of steps in so many samples; whenever it grows, the event carries a resume point.
     """
 
     def __init__(
@@ -36,174 +101,177 @@ class Coordinator:
     ):
         self.pool, self.method, self.rate = pool, method, rate
         self.clock, self.step_of = clock, step_of
-        self.news: queue.SimpleQueue[News] = queue.SimpleQueue()
-        self.error: BaseException | None = None  # that ends the run: of the last worker, when none is left
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.error: BaseException | None = None  # ends the run: a failed merge, or the failure of the last worker
+        self.step = step_of(pool.cursor)  # of the last resume point
         self._workers = workers
-        self._taking_part = set(range(workers))
-        self._flying: dict[int, WorkItem] = {}
+        self._active = set(range(workers))
+        self._in_flight: dict[int, WorkItem] = {}
         self._closed = False
         self._changed = threading.Condition()
-        self.step = step_of(pool.cursor)  # the last that was told of
 
-    # -- what a worker does --
+    # -- called by workers --
 
     def take(self, worker: int) -> WorkItem | None:
-        """The next task of a worker; waits for one while there may come one. None: there is nothing left to do."""
+        """The next work item; blocks while one may become available. None: the worker is done."""
         with self._changed:
-            while (task := self._try(worker)) is None and not self._nothing_for(worker):
+            while (item := self._try_take(worker)) is None and not self._done_for(worker):
                 self._changed.wait()
-            return task
+            return item
 
     def try_take(self, worker: int) -> WorkItem | None:
-        """The same without waiting: None also means that there is nothing just now."""
+        """The next work item without blocking; None: there is none at present."""
         with self._changed:
-            return self._try(worker)
+            return self._try_take(worker)
 
-    def finish(self, task: WorkItem, lap: LocalResult) -> None:
-        """A worker's sums: applied, unless the task has been taken from it meanwhile."""
-        prepared = self.method.prepare(task, lap)
+    def finish(self, item: WorkItem, result: LocalResult) -> None:
+        """Commits a worker's sums, unless the item was taken away from it in the meantime."""
+        prepared = self.method.prepare(item, result)
         with self._changed:
-            if self._flying.get(task.worker) is not task:
-                self._late(task.worker)
+            if self._in_flight.get(item.worker) is not item:
+                self._rejoin(item.worker)
                 return
-            outcome = self.method.commit(task, prepared)
-            del self._flying[task.worker]
-            for span in outcome.done:
+            committed = self.method.commit(item, prepared)
+            del self._in_flight[item.worker]
+            for span in committed.done:
                 self.pool.done(span)
-            self._settle()
+            self._check_idle()
             update = AppliedUpdate(
-                worker=task.worker,
-                span=task.span,
-                batch=task.batch,
-                scale=task.scale,
-                rate=task.rate,
-                version=outcome.version,
-                staleness=outcome.staleness,
-                rows=lap.rows,
-                began=lap.began,
-                ended=lap.ended,
+                worker=item.worker,
+                span=item.span,
+                batch=item.batch,
+                scale=item.scale,
+                rate=item.rate,
+                version=committed.version,
+                staleness=committed.staleness,
+                rows=result.rows,
+                began=result.began,
+                ended=result.ended,
                 applied=self.clock(),
             )
-            self.news.put(Finished(update, outcome.tail, self._seen(), self._since(), self._moment_if_due()))
+            self.events.put(
+                UpdateEvent(update, committed.report, self._seen(), self._started_W(), self._resume_point_if_due())
+            )
             self._changed.notify_all()
 
-    def fail(self, worker: int, error: BaseException, task: WorkItem | None = None) -> None:
-        """A worker raised, hangs or died: what it had goes back to the pool and the others go on.
+    def fail(self, worker: int, error: BaseException, item: WorkItem | None = None) -> None:
+        """Drops a worker that raised, hangs or died; its ranges return to the pool.
 
-        `task`: that it was seen with; if it has brought that one meanwhile, it has not failed after all. Nor does it
-        matter once the run has ended.
+        Ignored once the run has ended, or if the worker no longer holds `item`: then it did not hang after all.
         """
         with self._changed:
-            flying = self._flying.get(worker)
-            if worker not in self._taking_part or (self._closed and flying is None) or task not in (None, flying):
+            current = self._in_flight.get(worker)
+            if worker not in self._active or (self._closed and current is None) or item not in (None, current):
                 return
-            self._leave_out(worker, error)
-            self._settle()
+            self._drop(worker, error)
+            self._check_idle()
             self._changed.notify_all()
 
-    # -- what a driver does --
+    # -- called by drivers --
 
     def close(self) -> None:
-        """Nothing further is handed out; tasks on their way may still finish."""
+        """Hand out nothing more; items in flight may still finish."""
         with self._changed:
             self._closed = True
-            self._settle()
+            self._check_idle()
             self._changed.notify_all()
 
     def abandon(self) -> None:
-        """Close, and wait for nobody: tasks on their way go back to the pool, and their sums will be refused."""
+        """Close without waiting: items in flight return to the pool, and their results will be rejected."""
         with self._changed:
             self._closed = True
-            for task in self._flying.values():
-                self.pool.give_back(task.span)
-            self._flying.clear()
-            self._settle()
+            for item in self._in_flight.values():
+                self.pool.give_back(item.span)
+            self._in_flight.clear()
+            self._check_idle()
             self._changed.notify_all()
 
-    def over(self) -> bool:
-        """Whether nothing is on its way and nothing will be; from then on nobody can come back."""
+    def finished(self) -> bool:
+        """Whether nothing is or will be in flight; from then on no worker can rejoin."""
         with self._changed:
-            if not self._flying and (not self._taking_part or self.pool.empty):
+            if not self._in_flight and (not self._active or self.pool.empty):
                 self._closed = True
-            return not self._flying and self._closed
+            return not self._in_flight and self._closed
 
-    def flying(self) -> list[WorkItem]:
+    def in_flight(self) -> list[WorkItem]:
+        """The items workers are computing."""
         with self._changed:
-            return list(self._flying.values())
+            return list(self._in_flight.values())
 
-    def moment(self) -> Moment:
-        """The state as it is now, tasks on their way aside."""
+    def resume_point(self) -> ResumePoint:
+        """The current state, without the items in flight."""
         with self._changed:
-            return self._moment()
+            return self._resume_point()
 
-    def taking_part_W(self) -> np.ndarray:
-        return np.isin(np.arange(self._workers), list(self._taking_part))
+    def active_W(self) -> np.ndarray:
+        """Which workers have not been dropped."""
+        return np.isin(np.arange(self._workers), list(self._active))
 
     # -- under the lock --
 
-    def _try(self, worker: int) -> WorkItem | None:
-        if self._closed or worker not in self._taking_part or worker in self._flying:
+    def _try_take(self, worker: int) -> WorkItem | None:
+        if self._closed or worker not in self._active or worker in self._in_flight:
             return None
-        if not self.pool.available or not self.method.may_start(self._flying.values()):
+        if not self.pool.available or not self.method.may_start(self._in_flight.values()):
             return None
-        batch = self.method.batch(worker, self.taking_part_W())
+        batch = self.method.next_batch(worker, self.active_W())
         span = self.pool.take(batch)
         assert span is not None
         scale, rate = self.rate.scale(span, batch), self.rate.at(self._seen())
-        task = WorkItem(worker, span, batch, scale, rate, self.clock(), self.method.version)
-        self._flying[worker] = task
-        return task
+        item = WorkItem(worker, span, batch, scale, rate, self.clock(), self.method.version)
+        self._in_flight[worker] = item
+        return item
 
-    def _nothing_for(self, worker: int) -> bool:
-        return self._closed or worker not in self._taking_part or self.pool.empty
+    def _done_for(self, worker: int) -> bool:
+        return self._closed or worker not in self._active or self.pool.empty
 
-    def _leave_out(self, worker: int, error: BaseException) -> None:
-        self._taking_part.discard(worker)
-        task = self._flying.pop(worker, None)
-        spans = (*([] if task is None else [task.span]), *self.method.lost(worker))
+    def _drop(self, worker: int, error: BaseException) -> None:
+        self._active.discard(worker)
+        item = self._in_flight.pop(worker, None)
+        spans = (*([] if item is None else [item.span]), *self.method.drop_worker(worker))
         for span in spans:
             self.pool.give_back(span)
-        if not self._taking_part:
+        if not self._active:
             self.error = error
-        self.news.put(Lost(worker, error, spans))
+        self.events.put(WorkerLost(worker, error, spans))
 
-    def _settle(self) -> None:
-        if self._flying:
+    def _rejoin(self, worker: int) -> None:
+        if not self._closed and worker not in self._active:
+            self._active.add(worker)
+            self.error = None
+            self.method.rejoin(worker, self.active_W())
+            self.events.put(WorkerRejoined(worker))
+            self._changed.notify_all()
+
+    def _check_idle(self) -> None:
+        if self._in_flight:
             return
-        dry = self._closed or not self.pool.available or not self._taking_part
+        drained = self._closed or not self.pool.available or not self._active
         try:
-            for span in self.method.rest(self.taking_part_W(), dry=dry):
+            for span in self.method.on_idle(self.active_W(), drained=drained):
                 self.pool.done(span)
-        except Unreachable as error:
-            self._leave_out(error.worker, error.__cause__ or error)
-            self._settle()
-        except Exception as error:  # concerns all of them
+        except ReplicaUnreachable as error:
+            self._drop(error.worker, error.__cause__ or error)
+            self._check_idle()
+        except Exception as error:  # not one worker's fault
             self.error, self._closed = error, True
 
     def _seen(self) -> int:
         return self.pool.cursor + self.method.pending
 
-    def _since(self) -> tuple[float | None, ...]:
-        return tuple(self._flying[i].started if i in self._flying else None for i in range(self._workers))
+    def _started_W(self) -> tuple[float | None, ...]:
+        return tuple(self._in_flight[i].started if i in self._in_flight else None for i in range(self._workers))
 
-    def _late(self, worker: int) -> None:
-        if not self._closed and worker not in self._taking_part:
-            self._taking_part.add(worker)
-            self.error = None
-            self.method.joined(worker, self.taking_part_W())
-            self.news.put(Back(worker))
-            self._changed.notify_all()
-
-    def _moment_if_due(self) -> Moment | None:
+    def _resume_point_if_due(self) -> ResumePoint | None:
         step = self.step_of(self._seen())
-        if step <= self.step:  # what a lost replica had learned is learned once more
+        if step <= self.step:  # the samples of a lost replica are learned a second time
             return None
         self.step = step
-        return self._moment()
+        return self._resume_point()
 
-    def _moment(self) -> Moment:
+    def _resume_point(self) -> ResumePoint:
         core, more = self.method.core()
         cursor = self.pool.cursor
         state = State(*core, step=self.step_of(cursor), cursor=cursor, more=more)
         host = {"handed": self.pool.handed, "undone": [list(span) for span in self.pool.undone()]}
-        return Moment(state, host | self.method.state_dict())
+        return ResumePoint(state, host | self.method.state_dict())

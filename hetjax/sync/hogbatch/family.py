@@ -1,8 +1,4 @@
-"""The Hogbatch family as syncs: `hogbatch`, `adaptive-hogbatch` and `adaptive-sgd`.
-
-One machine, devices of any kind, no barrier: whoever is free takes the next batch (Y. Ma, F. Rusu, arXiv 2004.08771;
-Y. Ma, F. Rusu, K. Wu, A. Sim, arXiv 2110.07029).
-"""
+"""The public syncs of the family, `hogbatch`, `adaptive-hogbatch` and `adaptive-sgd`: options, set-up, resuming."""
 
 from __future__ import annotations
 
@@ -26,35 +22,49 @@ from hetjax.reduce.update import State
 from hetjax.sampling.ranges import RangePool
 from hetjax.simulation.speeds import Simulation
 from hetjax.sync.base import Job, Sync
-from hetjax.sync.hogbatch.immediate import Adapt, Immediate
+from hetjax.sync.hogbatch.coordinator import AppliedUpdate, ResumePoint
+from hetjax.sync.hogbatch.immediate import AdaptBatch, Immediate, SharedModel
 from hetjax.sync.hogbatch.merged import Merged
-from hetjax.sync.hogbatch.method import AppliedUpdate, Method, Moment
-from hetjax.sync.hogbatch.rules import ALPHA, CALMER, CAP, DEAD_ZONE, MOMENTUM, BatchBounds, adapted_batch
-from hetjax.sync.hogbatch.scaling import Rate
-from hetjax.sync.hogbatch.shared_model import SharedModel, home_device
-from hetjax.sync.hogbatch.threads import Pause
+from hetjax.sync.hogbatch.method import Method
+from hetjax.sync.hogbatch.rules import (
+    ALPHA,
+    DEAD_ZONE,
+    DEFAULT_MOMENTUM,
+    PUBLISHED_MOMENTUM,
+    SCALE_CAP,
+    BatchBounds,
+    Rate,
+    adapted_batch,
+)
+from hetjax.sync.hogbatch.threads import CancellableHold
 from hetjax.sync.hogbatch.training import Training
 from hetjax.sync.hogbatch.virtual import VirtualSchedule
 from hetjax.sync.replicas import average
 
-Whole = int | Sequence[int] | None
+PerWorker = int | Sequence[int] | None  # one number for all workers, or one each
 
 
 class Asynchronous(Sync):
-    """What the three have in common. Batches, bounds: one number for all workers, or one each.
+    """Base class of the syncs without a barrier: a free worker takes the next batch.
 
-    batches      the first batch of each worker. Unless given: unlike kinds of device start as published, CPUs at their
-                 smallest batch and the others at their largest; otherwise shares of batch_size by (simulated) speed
-    smallest     the least a batch may become: a sixteenth of the largest unless given. The largest is the capacity
-    scale_rate   whether gradients are scaled by their batch, min(b_E / reference, rate_cap): with SGD, momentum or not,
-                 every sample then counts alike; with Adam, which normalizes gradients, updates are scaled as well
-    rate_cap     4 unless given; math.inf: no limit
-    reference    the batch that the learning rate was chosen for: the trainer's batch_size unless given
-    schedule     factor on the rate by progress, in steps of batch_size samples (a schedule in the optimizer counts
-                 updates)
-    replay       a seed, or a `VirtualSchedule`: a virtual clock that repeats the same interleaving
-    on_update    called with every `AppliedUpdate`, in order
-    faithful     as published, where our default corrects it; what is given goes before
+    Args:
+        batches: Initial batch of each worker. Default: with mixed kinds of devices as published, CPUs at their smallest
+            batch and accelerators at their largest; otherwise shares of batch_size by (simulated) speed.
+        smallest: Smallest batch of each worker (default: a sixteenth of the largest, which is the capacity).
+        scale_rate: Whether to scale gradients by batch size, min(b_E / reference, rate_cap). With SGD, with or without
+            momentum, every sample then has the same weight; with Adam, which normalizes gradients, updates are scaled
+            as well.
+        rate_cap: Upper bound of that factor (default: 4; math.inf: no bound).
+        reference: Batch size that the learning rate was chosen for (default: the trainer's batch_size).
+        schedule: Factor on the learning rate by progress, counted in steps of batch_size samples; a schedule in the
+            optimizer counts updates.
+        replay: A seed or a `VirtualSchedule`: run on a virtual clock, with a reproducible interleaving.
+        on_update: Called with every `AppliedUpdate`, in order.
+        faithful: Use the published rules where the defaults correct them; explicit options take precedence.
+
+    Raises:
+        ValueError: If rate_cap is not above 0, or replay is negative.
+        TypeError: If replay is not a whole number.
     """
 
     stepped = False
@@ -62,8 +72,8 @@ class Asynchronous(Sync):
     def __init__(
         self,
         *,
-        batches: Whole = None,
-        smallest: Whole = None,
+        batches: PerWorker = None,
+        smallest: PerWorker = None,
         scale_rate: bool = True,
         rate_cap: float | None = None,
         reference: float | None = None,
@@ -73,10 +83,10 @@ class Asynchronous(Sync):
         faithful: bool = False,
     ):
         if rate_cap is not None and not rate_cap > 0:
-            raise ValueError(f"rate_cap is {rate_cap}: expected a number above 0; inf is no limit.")
+            raise ValueError(f"rate_cap is {rate_cap}: expected a number above 0, or inf for no limit.")
         self.batches, self.smallest = batches, smallest
         self.scale_rate, self.reference = scale_rate, reference
-        self.rate_cap = rate_cap if rate_cap is not None else inf if faithful else CAP
+        self.rate_cap = rate_cap if rate_cap is not None else inf if faithful else SCALE_CAP
         self.schedule, self.on_update, self.faithful = schedule, on_update, faithful
         self.replay = (
             replay
@@ -84,51 +94,51 @@ class Asynchronous(Sync):
             else VirtualSchedule(whole("replay", replay, 0))
         )
         self.bounds: BatchBounds | None = None
-        self.pause = Pause()
+        self.hold = CancellableHold()
         self._host: dict[str, Any] = {}
 
-    # -- what the trainer asks --
+    # -- the Sync interface --
 
     def engine_options(
         self, workers: Workers, quantum: int, simulation: Simulation | None, options: dict[str, Any]
     ) -> dict[str, Any]:
-        """Microbatches of the sizes that batches move along, so that a change compiles nothing."""
+        """A ladder with the sizes batches can take, so that a change of batch compiles nothing."""
         if workers.several_processes:
             raise ValueError(
-                f"The sync {self.name!r} works in one process with any devices, but there are several processes. "
-                "Start one, or choose another sync."
+                f"The sync {self.name!r} runs in one process, on any devices, but there are several processes. "
+                "Start one process, or choose another sync."
             )
-        asked: EngineSpec = options["engine"]
-        rungs, batch = getattr(asked, "rungs", None), options["batch"]
+        requested: EngineSpec = options["engine"]
+        rungs, batch = getattr(requested, "rungs", None), options["batch"]
         capacity_W = per_worker("capacity", options["capacity"], batch, workers)
         lower_W = None if self.smallest is None else per_worker("smallest", self.smallest, 1, workers)
         self.bounds = BatchBounds.of(capacity_W, quantum, lower_W)
-        most_W = None if asked.max_rows is None else per_worker("max_rows", asked.max_rows, batch, workers)
-        self.pause.hold = no_hold if simulation is None or self.replay is not None else simulation.hold
+        max_rows_W = None if requested.max_rows is None else per_worker("max_rows", requested.max_rows, batch, workers)
+        self.hold.hold = no_hold if simulation is None or self.replay is not None else simulation.hold
         return {
             "engine": Chunked(
-                None if most_W is None else most_W.tolist(),
-                list(rungs) if rungs else self.bounds.rungs(most_W),
+                None if max_rows_W is None else max_rows_W.tolist(),
+                list(rungs) if rungs else self.bounds.rungs(max_rows_W),
                 complete=True,
             ),
             "batch": int(self.bounds.upper_W.max()),
             "capacity": self.bounds.upper_W.tolist(),
-            "priced_by_rows": options["priced_by_rows"] or self.replay is not None,  # a clock never repeats itself
-            "hold": self.pause,
+            "priced_by_rows": options["priced_by_rows"] or self.replay is not None,  # timings do not replay
+            "hold": self.hold,
         }
 
     def end_of(self, sampler: Any, cursor: int, steps: int) -> int:
         return sampler.end_of(cursor, steps)
 
     def fit(self, job: Job, state: State) -> tuple[State, History]:
-        state = average(state)  # of the workers', where a sync before kept one set for each
+        state = average(state)  # another sync may have left one set of parameters per worker
         session = job.open_session(state)
         assert self.bounds is not None
         workers, resumed = job.workers, self._resumed(state)
         pool = RangePool(
             job.sampler.size, job.end, resumed.get("handed", state.cursor), map(tuple, resumed.get("undone", ()))
         )
-        batch_W, updates_W = self._first_batches(job), np.zeros(len(workers), np.int64)
+        batch_W, updates_W = self._initial_batches(job), np.zeros(len(workers), np.int64)
         if len(resumed.get("batches", ())) == len(workers):
             batch_W = np.clip(resumed["batches"], self.bounds.lower_W, self.bounds.upper_W)
             updates_W = np.array(resumed["updates"], np.int64)
@@ -142,8 +152,8 @@ class Asynchronous(Sync):
             cap=self.rate_cap,
             by_batch=self.scale_rate,
             schedule=self.schedule,
-            step=job.batch,
-            alone=len(workers) == 1,
+            step_size=job.batch,
+            single_worker=len(workers) == 1,
         )
         training = Training(
             job,
@@ -152,10 +162,10 @@ class Asynchronous(Sync):
             method,
             pool,
             rate,
-            pause=self.pause,
+            hold=self.hold,
             replay=self.replay,
-            remember=self._remember,
-            told=resumed.get("tally", {}),
+            keep_host_state=self._keep_host_state,
+            saved_metrics=resumed.get("tally", {}),
             on_update=self.on_update,
         )
         history = History(engine=session.engine.name, transport="shared", controller=self.name, workers=len(workers))
@@ -178,17 +188,17 @@ class Asynchronous(Sync):
     def _reference(self, job: Job) -> float:
         return float(job.batch)
 
-    def _remember(self, moment: Moment, tally: dict[str, Any]) -> None:
-        self._host = moment.host | {"tally": tally}
+    def _keep_host_state(self, resume_point: ResumePoint, metrics: dict[str, Any]) -> None:
+        self._host = resume_point.host | {"tally": metrics}
 
     def _resumed(self, state: State) -> dict[str, Any]:
-        """What the host remembers of this state; nothing, if it belongs to another one."""
+        """The host state saved with this state; empty if it belongs to another one."""
         host = self._host
         if not host or host["handed"] - sum(stop - start for start, stop in host["undone"]) != state.cursor:
             return {}
         return host
 
-    def _first_batches(self, job: Job) -> np.ndarray:
+    def _initial_batches(self, job: Job) -> np.ndarray:
         bounds, workers = self.bounds, job.workers
         assert bounds is not None
         if self.batches is not None:
@@ -202,10 +212,19 @@ class Asynchronous(Sync):
 
 
 class Hogbatch(Asynchronous):
-    """Fixed batches, each finished gradient applied at once to one shared model.
+    """Fixed batches; each finished gradient is applied to one shared model on arrival.
 
-    staleness_bound   most updates of others between reading the model and one's own; None: as many as there are
-    As published (`faithful`) all gradients move the model equally, however few samples they are from.
+    Y. Ma, F. Rusu, arXiv 2004.08771. As published (`faithful`), gradients are not scaled by batch size: all move the
+    model equally, however few their samples.
+
+    Args:
+        staleness_bound: Most updates by other workers between reading the model and one's own update (default: no
+            bound).
+        **options: See `Asynchronous`.
+
+    Raises:
+        ValueError: If staleness_bound is negative.
+        TypeError: If staleness_bound is not a whole number.
     """
 
     name = "hogbatch"
@@ -221,15 +240,24 @@ class Hogbatch(Asynchronous):
         model = SharedModel(layout, job.rule(state), state.core, home_device(devices))
         return Immediate(model, devices, batch_W, updates_W, adapt=self._adapt(), bound=self.staleness_bound)
 
-    def _adapt(self) -> Adapt | None:
+    def _adapt(self) -> AdaptBatch | None:
         return None
 
 
 class AdaptiveHogbatch(Hogbatch):
-    """Batches that move so that all workers make equally many updates: by `alpha`, beyond a `dead_zone` of updates.
+    """Hogbatch whose batches adapt until all workers make equally many updates (see `rules.adapted_batch`).
 
-    As published (`faithful`) there is no dead zone and no cap on the scale; without momentum, as in the paper, scaled
-    gradients are its lr_E = lr b_E / reference.
+    Y. Ma, F. Rusu, arXiv 2004.08771. As published (`faithful`), there is no dead zone and no cap on the scale. Without
+    momentum, as in the paper, scaling gradients equals its lr_E = lr b_E / reference.
+
+    Args:
+        alpha: Factor of a change of batch.
+        dead_zone: Batches move only when a worker is off the others by more updates than this (default: 4).
+        **options: See `Hogbatch`.
+
+    Raises:
+        ValueError: If alpha is not above 1, or dead_zone is negative.
+        TypeError: If dead_zone is not a whole number.
     """
 
     name = "adaptive-hogbatch"
@@ -239,23 +267,31 @@ class AdaptiveHogbatch(Hogbatch):
         if not 1 < alpha < inf:
             raise ValueError(f"alpha is {alpha}: batches are multiplied and divided by it, so it must be above 1.")
         self.alpha = alpha
-        usual = 0 if self.faithful else DEAD_ZONE
-        self.dead_zone = usual if dead_zone is None else whole("dead_zone", dead_zone, 0)
+        default = 0 if self.faithful else DEAD_ZONE
+        self.dead_zone = default if dead_zone is None else whole("dead_zone", dead_zone, 0)
 
-    def _adapt(self) -> Adapt:
+    def _adapt(self) -> AdaptBatch:
         assert self.bounds is not None
         return partial(adapted_batch, bounds=self.bounds, alpha=self.alpha, dead_zone=self.dead_zone)
 
 
 class AdaptiveSgd(Asynchronous):
-    """Replicas of the workers' own, merged after every mega-batch, with momentum.
+    """Each worker trains its own replica; replicas are merged, with momentum, after every mega-batch.
 
-    mega_batch   samples between two merges: eight times batch_size unless given
-    beta         how far a batch moves per update off the mean: half of the worker's smallest batch unless given
-    momentum     how much of the last move is made again: 0.5 unless given; published was 0.9
-    To average N replicas divides what they learned by N, and the momentum multiplies it by 1 / (1 - momentum) in the
-    long run. So the rate's reference is batch_size / N / (1 - momentum): a sample then moves the model as far as in
-    sequential SGD. As published (`faithful`) the momentum is 0.9 and not made up for, and there is no cap.
+    Y. Ma, F. Rusu, K. Wu, A. Sim, arXiv 2110.07029. The mean of N replicas divides what they learned by N, and momentum
+    multiplies it by 1 / (1 - momentum) in the long run. The default reference is therefore
+    batch_size / N / (1 - momentum): a sample moves the model as far as in sequential SGD. As published (`faithful`),
+    momentum is 0.9 and not compensated for, and the scale has no cap.
+
+    Args:
+        mega_batch: Samples between two merges (default: 8 batch_size).
+        beta: Change of a batch per update off the mean (default: half of the worker's smallest batch).
+        momentum: Of the merges, at least 0 and below 1 (default: 0.5; published: 0.9).
+        **options: See `Asynchronous`.
+
+    Raises:
+        ValueError: If mega_batch is below 1, or momentum out of range.
+        TypeError: If mega_batch is not a whole number.
     """
 
     name = "adaptive-sgd"
@@ -269,15 +305,15 @@ class AdaptiveSgd(Asynchronous):
         **options: Any,
     ):
         super().__init__(**options)
-        momentum = momentum if momentum is not None else MOMENTUM if self.faithful else CALMER
+        momentum = momentum if momentum is not None else PUBLISHED_MOMENTUM if self.faithful else DEFAULT_MOMENTUM
         mega_batch = None if mega_batch is None else whole("mega_batch", mega_batch, 1)
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum is {momentum}: expected at least 0 and below 1.")
         self.mega_batch, self.beta, self.momentum = mega_batch, beta, momentum
 
     def _reference(self, job: Job) -> float:
-        one = job.batch / len(job.workers)
-        return one if self.faithful else one / (1 - self.momentum)
+        share = job.batch / len(job.workers)
+        return share if self.faithful else share / (1 - self.momentum)
 
     def _method(self, job: Job, layout: Layout, state: State, batch_W: np.ndarray, updates_W: np.ndarray) -> Method:
         devices = job.workers.devices
@@ -296,3 +332,17 @@ class AdaptiveSgd(Asynchronous):
             beta_W=None if self.beta is None else np.full(len(devices), self.beta),
             momentum=self.momentum,
         )
+
+
+def home_device(devices: tuple[jax.Device, ...]) -> jax.Device:
+    """Where the shared model lives: on a CPU device, if there is one.
+
+    On an accelerator, an update would queue behind the batch being computed there.
+    """
+    for device in devices:
+        if device.platform == "cpu":
+            return device
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return devices[0]

@@ -1,31 +1,75 @@
-"""Hogbatch and Adaptive Hogbatch: every finished gradient is applied to the shared model at once."""
+"""Hogbatch and Adaptive Hogbatch: each finished gradient is applied to one shared model on arrival."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
 from hetjax.engines.clocks import LocalResult
-from hetjax.reduce.layout import Parts
+from hetjax.reduce.layout import Layout, Parts
 from hetjax.reduce.update import Core
 from hetjax.sampling.ranges import Range
-from hetjax.sync.hogbatch.method import Outcome, WorkItem
-from hetjax.sync.hogbatch.shared_model import SharedModel
+from hetjax.sync.base import Rule
+from hetjax.sync.hogbatch.method import CommitResult, WorkItem
+from hetjax.sync.hogbatch.scaling import compile_updates, run_update
 
-Adapt = Callable[..., int]  # (worker, batch_W, updates_W, taking_part_W=...) -> its batch, see rules.py
+AdaptBatch = Callable[..., int]  # (worker, batch_W, updates_W, active_W=...) -> batch, see rules.adapted_batch
+
+
+@dataclass(frozen=True)
+class ModelSnapshot:
+    """The model after `version` updates."""
+
+    version: int
+    core: Core
+
+    @property
+    def leaves(self) -> list[jax.Array]:
+        """Leaves of the parameters and the model state: what a worker computes with."""
+        return jax.tree.leaves(self.core[:2])
+
+
+class SharedModel:
+    """The current model on its home device: lock-free reads, serialized updates.
+
+    JAX arrays are immutable and nothing is donated, so a snapshot stays valid while it is referenced, and reading is
+    one attribute load. An update is applied to the newest model, whatever version its gradient was taken at, so no
+    worker's progress is lost.
+    """
+
+    def __init__(self, layout: Layout, rule: Rule, core: Core, home: jax.Device):
+        self.home = home
+        self.snapshot = ModelSnapshot(0, jax.device_put(core, home))
+        self._update = compile_updates(layout, rule, core, [home])[home]
+        self._lock = threading.Lock()
+
+    def receive(self, parts: Parts) -> Parts:
+        """Copies a worker's sums to the home device; a copy that fails raises here, before the lock is taken."""
+        return jax.block_until_ready(jax.device_put(parts, self.home))
+
+    def apply(self, parts: Parts, scale: float, rate: float = 1.0) -> tuple[int, jax.Array]:
+        """Applies these sums to the newest model; returns the new version and the report of the update."""
+        with self._lock:
+            core, report = run_update(self._update, self.snapshot.core, parts, scale, rate)
+            self.snapshot = ModelSnapshot(self.snapshot.version + 1, core)
+            return self.snapshot.version, report
 
 
 class Immediate:
-    """The shared model, the batches, and the bound on staleness.
+    """The method of Hogbatch: shared model, batch sizes, staleness bound.
 
-    An update is as stale as the number of others applied between reading the model and its own turn. While the tasks
-    on their way number n, and the oldest of them read a model v versions ago, no update can come to more than
-    v + n - 1: each of the others adds one to v as it takes one off n. So a further task may start while this stays
-    within the bound, and nothing is ever computed in vain.
+    The staleness of an update is the number of other updates between reading the model and applying it. With n items
+    in flight, the oldest of which read the model v versions ago, no staleness can exceed v + n - 1: each commit of
+    another item adds one to v and takes one from n. A further item starts only while this stays within the bound, so
+    no result is ever discarded.
     """
+
+    pending = 0
 
     def __init__(
         self,
@@ -34,7 +78,7 @@ class Immediate:
         batch_W: np.ndarray,
         updates_W: np.ndarray,
         *,
-        adapt: Adapt | None = None,
+        adapt: AdaptBatch | None = None,
         bound: int | None = None,
     ):
         self.model, self.devices = model, tuple(devices)
@@ -45,44 +89,42 @@ class Immediate:
     def version(self) -> int:
         return self.model.snapshot.version
 
-    pending = 0
-
-    def may_start(self, flying: Collection[WorkItem]) -> bool:
-        if self.bound is None or not flying:
+    def may_start(self, in_flight: Collection[WorkItem]) -> bool:
+        if self.bound is None or not in_flight:
             return True
-        oldest = max(self.version - task.version for task in flying)
-        return oldest + len(flying) <= self.bound
+        oldest = max(self.version - item.version for item in in_flight)
+        return oldest + len(in_flight) <= self.bound
 
-    def batch(self, worker: int, taking_part_W: np.ndarray) -> int:
+    def next_batch(self, worker: int, active_W: np.ndarray) -> int:
         if self.adapt is not None:
-            self.batch_W[worker] = self.adapt(worker, self.batch_W, self.updates_W, taking_part_W=taking_part_W)
+            self.batch_W[worker] = self.adapt(worker, self.batch_W, self.updates_W, active_W=active_W)
         return int(self.batch_W[worker])
 
-    def read(self, task: WorkItem) -> list[jax.Array]:
+    def read(self, item: WorkItem) -> list[jax.Array]:
         snapshot = self.model.snapshot  # one load: no lock
-        leaves = jax.block_until_ready(jax.device_put(snapshot.leaves, self.devices[task.worker]))
-        task.version = snapshot.version
+        leaves = jax.block_until_ready(jax.device_put(snapshot.leaves, self.devices[item.worker]))
+        item.version = snapshot.version
         return leaves
 
-    def prepare(self, task: WorkItem, lap: LocalResult) -> Parts:
-        return self.model.receive(lap.parts)
+    def prepare(self, item: WorkItem, result: LocalResult) -> Parts:
+        return self.model.receive(result.parts)
 
-    def commit(self, task: WorkItem, prepared: Parts) -> Outcome:
-        version, tail = self.model.apply(prepared, task.scale, task.rate)
-        self.updates_W[task.worker] += 1
-        return Outcome(version, version - 1 - task.version, tail, (task.span,))
+    def commit(self, item: WorkItem, prepared: Parts) -> CommitResult:
+        version, report = self.model.apply(prepared, item.scale, item.rate)
+        self.updates_W[item.worker] += 1
+        return CommitResult(version, version - 1 - item.version, report, (item.span,))
 
-    def lost(self, worker: int) -> Sequence[Range]:
+    def drop_worker(self, worker: int) -> Sequence[Range]:
         return ()
 
-    def joined(self, worker: int, taking_part_W: np.ndarray) -> None:
-        """Its count starts where the last of the others is: what it missed is not to be made up for."""
-        others_W = np.array(taking_part_W, bool)
+    def rejoin(self, worker: int, active_W: np.ndarray) -> None:
+        """Raises the worker's count to the lowest of the others: it is not to make up for missed updates."""
+        others_W = np.array(active_W, bool)
         others_W[worker] = False
         if others_W.any():
             self.updates_W[worker] = max(self.updates_W[worker], self.updates_W[others_W].min())
 
-    def rest(self, taking_part_W: np.ndarray, *, dry: bool) -> Sequence[Range]:
+    def on_idle(self, active_W: np.ndarray, *, drained: bool) -> Sequence[Range]:
         return ()
 
     def core(self) -> tuple[Core, Any]:

@@ -1,4 +1,4 @@
-"""Adaptive SGD: every worker trains a replica of its own, and after each mega-batch the replicas are merged."""
+"""Adaptive SGD: each worker trains its own replica, and replicas are merged after every mega-batch."""
 
 from __future__ import annotations
 
@@ -18,17 +18,21 @@ from hetjax.reduce.layout import Layout
 from hetjax.reduce.update import Core
 from hetjax.sampling.ranges import Range
 from hetjax.sync.base import Rule
-from hetjax.sync.hogbatch.method import Outcome, Unreachable, WorkItem
-from hetjax.sync.hogbatch.rules import MOMENTUM, BatchBounds, merge_weights, moved_batches
-from hetjax.sync.hogbatch.shared_model import compile_updates, run_update
+from hetjax.sync.hogbatch.method import CommitResult, ReplicaUnreachable, WorkItem
+from hetjax.sync.hogbatch.rules import PUBLISHED_MOMENTUM, BatchBounds, merge_weights, moved_batches
+from hetjax.sync.hogbatch.scaling import compile_updates, run_update
 
 Tree = Any
 
 
-def merged(before: Core, replicas: Sequence[Core], weight_W: jax.Array, velocity: Tree, momentum: float) -> Any:
-    """w = sum_i weight_i w_i + momentum (w - w_prev), and the new w - w_prev.
+def merge_replicas(before: Core, replicas: Sequence[Core], weight_W: jax.Array, velocity: Tree, momentum: float) -> Any:
+    """Merges replicas, with momentum; returns the new core and the new velocity.
 
-    Model state, optimizer state and running average are weighed alike; counts within them take the highest value.
+        v' = sum_i weight_i w_i - w + momentum v,    w' = w + v'
+
+    Y. Ma, F. Rusu, K. Wu, A. Sim, arXiv 2110.07029, w' = merged + momentum (w - w_prev); weights of
+    `rules.merge_weights`. Model state, optimizer state and parameter average take the weighted mean without momentum;
+    integer leaves, such as step counts, take the maximum.
     """
 
     def weigh(*leaves: jax.Array) -> jax.Array:
@@ -42,10 +46,10 @@ def merged(before: Core, replicas: Sequence[Core], weight_W: jax.Array, velocity
 
 
 class Merged:
-    """The replicas, the quota of samples until the next merge, and the batches.
+    """The method of Adaptive SGD: replicas, batch sizes, and the samples until the next merge (`quota`).
 
-    Ranges count as done only when what was learned from them is merged: with a worker that fails its replica is lost,
-    and all it had since the last merge goes back to the pool.
+    A range is done only when the replica that learned from it is merged. If a worker fails, its replica is lost, and
+    all its ranges since the last merge return to the pool.
     """
 
     def __init__(
@@ -62,7 +66,7 @@ class Merged:
         bounds: BatchBounds,
         quota: int,
         beta_W: np.ndarray | None = None,
-        momentum: float = MOMENTUM,
+        momentum: float = PUBLISHED_MOMENTUM,
     ):
         self.devices, self.home = tuple(devices), home
         self.bounds, self.quota, self.beta_W = bounds, quota, beta_W
@@ -73,16 +77,16 @@ class Merged:
         zeros = lambda: jax.tree.map(lambda p: np.zeros(np.shape(p), p.dtype), core[0])
         self._velocity = jax.device_put(zeros() if velocity is None else velocity, home)
         self._update = compile_updates(layout, rule, core, self.devices)
-        place = SingleDeviceSharding(home)
-        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+        sharding = SingleDeviceSharding(home)
+        shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
         cores = jax.tree.map(shape, self._core)
-        weights = jax.ShapeDtypeStruct((len(devices),), np.float32, sharding=place)
+        weights = jax.ShapeDtypeStruct((len(devices),), np.float32, sharding=sharding)
         arguments = cores, [cores] * len(devices), weights, jax.tree.map(shape, self._velocity)
         with expected():
-            self._merge = compile_for(partial(merged, momentum=momentum), arguments, [home])[0]
-        self._since_W: list[list[Range]] = [[] for _ in devices]  # computed since the last merge
-        self._replica_W = [self._core] * len(devices)  # each moves to its device when the worker reads it
-        self._read_W = list(self._replica_W)  # on the worker's own thread
+            self._merge = compile_for(partial(merge_replicas, momentum=momentum), arguments, [home])[0]
+        self._unmerged_W: list[list[Range]] = [[] for _ in devices]  # computed since the last merge
+        self._replica_W = [self._core] * len(devices)  # moved to the worker's device when it reads
+        self._read_W = list(self._replica_W)  # written by the worker's own thread
 
     @property
     def batch_W(self) -> np.ndarray:
@@ -90,61 +94,62 @@ class Merged:
 
     @property
     def pending(self) -> int:
-        return sum(span.count for spans in self._since_W for span in spans)
+        return sum(span.count for spans in self._unmerged_W for span in spans)
 
-    def may_start(self, flying: Collection[WorkItem]) -> bool:
-        return self.pending + sum(task.span.count for task in flying) < self.quota
+    def may_start(self, in_flight: Collection[WorkItem]) -> bool:
+        return self.pending + sum(item.span.count for item in in_flight) < self.quota
 
-    def batch(self, worker: int, taking_part_W: np.ndarray) -> int:
+    def next_batch(self, worker: int, active_W: np.ndarray) -> int:
         return int(self.batch_W[worker])
 
-    def read(self, task: WorkItem) -> list[jax.Array]:
-        task.version, device = self.version, self.devices[task.worker]
-        replica = self._read_W[task.worker] = jax.block_until_ready(
-            jax.device_put(self._replica_W[task.worker], device)
+    def read(self, item: WorkItem) -> list[jax.Array]:
+        item.version, device = self.version, self.devices[item.worker]
+        replica = self._read_W[item.worker] = jax.block_until_ready(
+            jax.device_put(self._replica_W[item.worker], device)
         )
         return jax.tree.leaves(replica[:2])
 
-    def prepare(self, task: WorkItem, lap: LocalResult) -> tuple[Core, jax.Array]:
-        program, replica = self._update[self.devices[task.worker]], self._read_W[task.worker]
-        return jax.block_until_ready(run_update(program, replica, lap.parts, task.scale, task.rate))
+    def prepare(self, item: WorkItem, result: LocalResult) -> tuple[Core, jax.Array]:
+        program, replica = self._update[self.devices[item.worker]], self._read_W[item.worker]
+        return jax.block_until_ready(run_update(program, replica, result.parts, item.scale, item.rate))
 
-    def commit(self, task: WorkItem, prepared: tuple[Core, jax.Array]) -> Outcome:
-        self._replica_W[task.worker], tail = prepared
-        self._since_W[task.worker].append(task.span)
-        self.updates_W[task.worker] += 1
-        return Outcome(self.version, 0, tail)
+    def commit(self, item: WorkItem, prepared: tuple[Core, jax.Array]) -> CommitResult:
+        self._replica_W[item.worker], report = prepared
+        self._unmerged_W[item.worker].append(item.span)
+        self.updates_W[item.worker] += 1
+        return CommitResult(self.version, 0, report)
 
-    def lost(self, worker: int) -> Sequence[Range]:
-        spans, self._since_W[worker] = self._since_W[worker], []
+    def drop_worker(self, worker: int) -> Sequence[Range]:
+        spans, self._unmerged_W[worker] = self._unmerged_W[worker], []
         self.updates_W[worker] -= len(spans)
         self._replica_W[worker] = self._core
         return spans
 
-    def joined(self, worker: int, taking_part_W: np.ndarray) -> None:
-        """Its replica is that of the last merge already."""
+    def rejoin(self, worker: int, active_W: np.ndarray) -> None:
+        """Nothing to do: `drop_worker` reset its replica to the last merge."""
 
-    def rest(self, taking_part_W: np.ndarray, *, dry: bool) -> Sequence[Range]:
-        if self.pending == 0 or (self.pending < self.quota and not dry):
+    def on_idle(self, active_W: np.ndarray, *, drained: bool) -> Sequence[Range]:
+        """Merges once the quota is reached, or when nothing is left to hand out."""
+        if self.pending == 0 or (self.pending < self.quota and not drained):
             return ()
-        recent_W, here_W = np.array([len(spans) for spans in self._since_W]), np.array(taking_part_W, bool)
-        here_W |= recent_W > 0
+        recent_W, merging_W = np.array([len(spans) for spans in self._unmerged_W]), np.array(active_W, bool)
+        merging_W |= recent_W > 0
         weight_W = np.zeros(len(self.devices), np.float32)
-        weight_W[here_W] = merge_weights(recent_W[here_W], self.exact_batch_W[here_W])
-        replicas = [self._at_home(worker) for worker in range(len(self.devices))]
+        weight_W[merging_W] = merge_weights(recent_W[merging_W], self.exact_batch_W[merging_W])
+        replicas = [self._replica_at_home(worker) for worker in range(len(self.devices))]
         self._core, self._velocity = self._merge(self._core, replicas, weight_W, self._velocity)
-        self.exact_batch_W = moved_batches(self.exact_batch_W, recent_W, self.bounds, self.beta_W, here_W)
+        self.exact_batch_W = moved_batches(self.exact_batch_W, recent_W, self.bounds, self.beta_W, merging_W)
         self.version += 1
-        done = [span for spans in self._since_W for span in spans]
-        self._since_W = [[] for _ in self.devices]
+        done = [span for spans in self._unmerged_W for span in spans]
+        self._unmerged_W = [[] for _ in self.devices]
         self._replica_W = [self._core] * len(self.devices)
         return done
 
-    def _at_home(self, worker: int) -> Core:
+    def _replica_at_home(self, worker: int) -> Core:
         try:
             return jax.block_until_ready(jax.device_put(self._replica_W[worker], self.home))
         except Exception as error:
-            raise Unreachable(worker) from error
+            raise ReplicaUnreachable(worker) from error
 
     def core(self) -> tuple[Core, Any]:
         return self._core, self._velocity

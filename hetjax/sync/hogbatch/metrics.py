@@ -1,4 +1,4 @@
-"""From single updates to what a run tells: a record for every step's worth of samples, and a summary."""
+"""Metrics of asynchronous updates: a record for each step's worth of samples, and a summary of the training."""
 
 from __future__ import annotations
 
@@ -10,40 +10,44 @@ import numpy as np
 
 from hetjax.history import Record
 from hetjax.reduce.layout import Layout, StepReport
-from hetjax.sync.hogbatch.method import AppliedUpdate, Finished
+from hetjax.sync.hogbatch.coordinator import AppliedUpdate, UpdateEvent
 
 
 class MetricSums:
-    """What is added up from updates, over the whole training or since the last record; goes on with `saved` sums."""
+    """Sums over updates, of the whole training or since the last record; continues `saved` sums."""
 
     def __init__(self, workers: int, now: float, saved: Mapping[str, Any]):
-        whole = lambda name: np.array(saved.get(name, [0] * workers), np.int64)
-        self.updates_W, self.counts_W, self.rows_W = whole("updates"), whole("counts"), whole("rows")
+        counts = lambda name: np.array(saved.get(name, [0] * workers), np.int64)
+        self.updates_W, self.counts_W, self.rows_W = counts("updates"), counts("counts"), counts("rows")
         self.busy_W = np.array(saved.get("busy", [0.0] * workers))
         self.began = now - saved.get("seconds", 0.0)
         self.staleness = Counter({int(k): n for k, n in saved.get("staleness", {}).items()})
         self.loss, self.weight = saved.get("loss", 0.0), saved.get("weight", 0.0)
         self.metrics = defaultdict[str, float](float, saved.get("metrics", {}))
 
-    def add(self, done: AppliedUpdate, report: StepReport) -> None:
-        for sum_W, more in ((self.updates_W, 1), (self.counts_W, done.span.count), (self.rows_W, done.rows)):
-            sum_W[done.worker] += more
-        self.busy_W[done.worker] += done.ended - done.began
-        self.staleness[done.staleness] += 1
+    def add(self, update: AppliedUpdate, report: StepReport) -> None:
+        """Adds an update; a non-finite one, which was not applied, does not enter loss and metrics."""
+        amounts = (self.updates_W, 1), (self.counts_W, update.span.count), (self.rows_W, update.rows)
+        for sum_W, amount in amounts:
+            sum_W[update.worker] += amount
+        self.busy_W[update.worker] += update.ended - update.began
+        self.staleness[update.staleness] += 1
         if not report.left_out:
             self.loss, self.weight = self.loss + report.loss_sum, self.weight + report.weight
             for name, value in report.metric_sums.items():
                 self.metrics[name] += value
 
     def histogram(self) -> dict[str, int]:
+        """Number of updates by staleness."""
         return {str(k): self.staleness[k] for k in sorted(self.staleness)}
 
-    def state_dict(self, now: float, under_way_W: np.ndarray) -> dict[str, Any]:
+    def state_dict(self, now: float, in_flight_W: np.ndarray) -> dict[str, Any]:
+        """The sums as JSON values; `in_flight_W`: busy seconds of unfinished phases."""
         return {
             "updates": self.updates_W.tolist(),
             "counts": self.counts_W.tolist(),
             "rows": self.rows_W.tolist(),
-            "busy": (self.busy_W + under_way_W).tolist(),
+            "busy": (self.busy_W + in_flight_W).tolist(),
             "seconds": now - self.began,
             "staleness": self.histogram(),
             "loss": self.loss,
@@ -53,11 +57,12 @@ class MetricSums:
 
 
 class UpdateMetrics:
-    """Counts what every worker does. A record's times are the seconds a worker was busy between two records.
+    """Turns updates into records, whose times are each worker's busy seconds since the last record.
 
-    utilization = seconds of local phases, those under way included / seconds of the training
-    With `saved` a training goes on that was counted before, if by as many workers: the summary is of all of it, and the
-    first record is of the whole step that it was stopped in.
+        utilization = seconds in local phases, including those in flight / seconds of training
+
+    With the `saved` metrics of an earlier run with as many workers, the summary covers both runs, and the first record
+    covers the whole step in which that run stopped.
     """
 
     def __init__(self, layout: Layout, batch_W: np.ndarray, began: float, saved: Mapping[str, Any]):
@@ -65,82 +70,86 @@ class UpdateMetrics:
         saved = saved if len(saved.get("batches", ())) == self.workers else {}
         self.batch_W = np.array(batch_W, np.int64)
         self.samples, self.seen, self.now = 0, 0, began
-        self.whole = MetricSums(self.workers, began, saved.get("whole", {}))
-        self._part = MetricSums(self.workers, began, saved.get("part", {}))
-        self._since_W: tuple[float | None, ...] = (None,) * self.workers  # when the tasks now out were started
+        self.total = MetricSums(self.workers, began, saved.get("whole", {}))
+        self._current = MetricSums(self.workers, began, saved.get("part", {}))  # since the last record
+        self._started_W: tuple[float | None, ...] = (None,) * self.workers  # of the items in flight
         self._nonfinite: set[int] = set()
         self._bad_update = False
         self._changes: list[str] = []
 
-    def add(self, news: Finished) -> None:
-        done, report = news.update, StepReport.read(self.layout, np.asarray(news.tail), 1)
-        self.now, self.seen, self._since_W = done.applied, news.seen, news.since_W
-        self.samples += done.span.count
-        self.whole.add(done, report)
-        self._part.add(done, report)
+    def add(self, event: UpdateEvent) -> None:
+        """Adds an update."""
+        update, report = event.update, StepReport.read(self.layout, np.asarray(event.report), 1)
+        self.now, self.seen, self._started_W = update.applied, event.seen, event.started_W
+        self.samples += update.span.count
+        self.total.add(update, report)
+        self._current.add(update, report)
         if report.left_out:
-            self._nonfinite.add(done.worker)
+            self._nonfinite.add(update.worker)
             self._bad_update |= bool(report.bad_update_W.any())
-        if done.batch != self.batch_W[done.worker]:
-            self.batch_W[done.worker] = done.batch
-            self._changes.append(f"worker {done.worker} takes {done.batch}")
+        if update.batch != self.batch_W[update.worker]:
+            self.batch_W[update.worker] = update.batch
+            self._changes.append(f"worker {update.worker} takes {update.batch}")
 
     @property
     def unrecorded(self) -> bool:
-        """Whether there were updates since the last record, and some of them now."""
-        return bool(self.samples and self._part.updates_W.any())
+        """Whether this run has updates that no record covers."""
+        return bool(self.samples and self._current.updates_W.any())
 
-    def _under_way_W(self) -> np.ndarray:
-        return np.array([0.0 if at is None else max(0.0, self.now - at) for at in self._since_W])
+    def _in_flight_W(self) -> np.ndarray:
+        return np.array([0.0 if at is None else max(0.0, self.now - at) for at in self._started_W])
 
     def record(self, step: int, epoch: int, save: bool) -> Record:
-        """Everything since the last record."""
-        part, under_way_W = self._part, self._under_way_W()
-        share = lambda total: total / part.weight if part.weight else float("nan")
-        made = Record(
+        """The record of all updates since the last one."""
+        current, in_flight_W = self._current, self._in_flight_W()
+        mean = lambda total: total / current.weight if current.weight else float("nan")
+        record = Record(
             step=step,
             epoch=epoch,
-            loss=share(part.loss),
-            metrics={name: share(value) for name, value in part.metrics.items()},
-            counts_W=part.counts_W,
-            rows_W=part.rows_W,
-            times_W=np.maximum(part.busy_W + under_way_W, 0.0),
-            step_time=self.now - part.began,
+            loss=mean(current.loss),
+            metrics={name: mean(value) for name, value in current.metrics.items()},
+            counts_W=current.counts_W,
+            rows_W=current.rows_W,
+            times_W=np.maximum(current.busy_W + in_flight_W, 0.0),
+            step_time=self.now - current.began,
             seconds=self.now - self.began,
             samples=self.samples,
             changed=bool(self._changes),
             reason=", ".join(self._changes[-3:]),
             nonfinite=tuple(sorted(self._nonfinite)),
             bad_update=self._bad_update,
-            left_out=bool(self._nonfinite) and not part.weight,
+            left_out=bool(self._nonfinite) and not current.weight,
             save=save,
             more={
-                "updates": part.updates_W.tolist(),
+                "updates": current.updates_W.tolist(),
                 "batches": self.batch_W.tolist(),
-                "staleness": sum(k * n for k, n in part.staleness.items()) / max(1, int(part.updates_W.sum())),
+                "staleness": sum(k * n for k, n in current.staleness.items()) / max(1, int(current.updates_W.sum())),
             },
         )
-        self._part = MetricSums(self.workers, self.now, {"busy": -under_way_W})  # which are in this record
+        # This record contains the elapsed part of phases in flight; the next must not count it again.
+        self._current = MetricSums(self.workers, self.now, {"busy": -in_flight_W})
         self._nonfinite, self._bad_update, self._changes = set(), False, []
-        return made
+        return record
 
     def state_dict(self) -> dict[str, Any]:
-        under_way_W = self._under_way_W()
+        """The metrics as JSON values, to resume from."""
+        in_flight_W = self._in_flight_W()
         return {
             "batches": self.batch_W.tolist(),
-            "whole": self.whole.state_dict(self.now, under_way_W),
-            "part": self._part.state_dict(self.now, under_way_W),
+            "whole": self.total.state_dict(self.now, in_flight_W),
+            "part": self._current.state_dict(self.now, in_flight_W),
         }
 
     def summary(self) -> dict[str, Any]:
-        whole, seconds = self.whole, self.now - self.whole.began
-        busy_W = whole.busy_W + self._under_way_W()
+        """Shares, utilization and staleness over the whole training (`History.more`)."""
+        total, seconds = self.total, self.now - self.total.began
+        busy_W = total.busy_W + self._in_flight_W()
         share = lambda sum_W: (sum_W / max(1, int(sum_W.sum()))).tolist()
         return {
-            "updates": int(whole.updates_W.sum()),
-            "update_share": share(whole.updates_W),
-            "sample_share": share(whole.counts_W),
+            "updates": int(total.updates_W.sum()),
+            "update_share": share(total.updates_W),
+            "sample_share": share(total.counts_W),
             "utilization": (busy_W / seconds).tolist() if seconds > 0 else [0.0] * self.workers,
-            "staleness": whole.histogram(),
+            "staleness": total.histogram(),
             "batches": self.batch_W.tolist(),
         }

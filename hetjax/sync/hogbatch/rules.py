@@ -1,21 +1,21 @@
-"""The published rules of the Hogbatch family: batch bounds, batch adaptation, merging, scaling. Pure arithmetic.
-
-Between which batches an asynchronous worker moves, and with which it starts.
-
-The batch rule of Adaptive Hogbatch (Y. Ma, F. Rusu, arXiv 2004.08771).
-
-How Adaptive SGD merges replicas and moves their batches (Y. Ma, F. Rusu, K. Wu, A. Sim, arXiv 2110.07029).
-
-How much a gradient counts, by the batch that it is the mean of.
-"""
+"""The published rules of the Hogbatch family, as pure arithmetic: batch sizes, merge weights, gradient scale."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-SPAN = 16  # the smallest batch is a sixteenth of the largest unless told: four halvings
+from hetjax.sampling.ranges import Range
+
+BOUNDS_RATIO = 16  # default largest / smallest batch: four halvings
+ALPHA = 2.0
+DEAD_ZONE = 4
+PUBLISHED_MOMENTUM = 0.9
+# With Adam 0.9 overshoots: digits accuracy after 24 epochs .52-.82, with 0.5 .95-.96, as on one device.
+DEFAULT_MOMENTUM = 0.5
+SCALE_CAP = 4.0
 
 
 @dataclass(frozen=True)
@@ -37,26 +37,26 @@ class BatchBounds:
 
     @classmethod
     def of(cls, capacity_W: np.ndarray, quantum: int = 1, lower_W: np.ndarray | None = None) -> BatchBounds:
-        """The largest batch is the worker's capacity; the smallest a sixteenth of it unless given."""
+        """The largest batch is the worker's capacity; the default smallest is a sixteenth of it."""
         down = lambda n_W: np.maximum(np.asarray(n_W, np.int64) // quantum * quantum, quantum)
         upper_W = down(capacity_W)
-        return cls(down(upper_W // SPAN if lower_W is None else lower_W), upper_W, quantum)
+        return cls(down(upper_W // BOUNDS_RATIO if lower_W is None else lower_W), upper_W, quantum)
 
     def clip(self, worker: int, batch: float) -> int:
         """The allowed batch nearest to `batch`: a multiple of the worker's smallest, or its largest.
 
-        Multiples of the smallest batch, which is a rung of the ladder, need no padding.
+        The smallest batch is a rung of the ladder, so its multiples need no padding.
         """
         lower, upper = int(self.lower_W[worker]), int(self.upper_W[worker])
         near = int(np.floor(batch / lower + 0.5)) * lower
         return upper if batch >= upper or near > upper else max(near, lower)
 
-    def rungs(self, most_rows_W: np.ndarray | None = None) -> list[int]:
-        """Chunk sizes along which batches move: each worker's largest, halved down to its smallest, and that.
+    def rungs(self, max_rows_W: np.ndarray | None = None) -> list[int]:
+        """Ladder of microbatch sizes: each worker's largest batch, halved down to its smallest.
 
-        `most_rows_W`: the largest chunk that fits a worker's memory.
+        `max_rows_W`: the largest microbatch that fits a worker's memory.
         """
-        top_W = self.upper_W if most_rows_W is None else np.minimum(self.upper_W, most_rows_W)
+        top_W = self.upper_W if max_rows_W is None else np.minimum(self.upper_W, max_rows_W)
         found = set()
         for lower, top in zip(self.lower_W, top_W, strict=True):
             size = max(int(top) // self.quantum, 1)
@@ -67,17 +67,13 @@ class BatchBounds:
         return sorted(found - {0})
 
     def by_kind(self, accelerator_W: np.ndarray) -> np.ndarray:
-        """As published: the CPU starts at its smallest batch, the GPU at its largest."""
+        """Initial batches as published (arXiv 2004.08771): CPUs start at their smallest, GPUs at their largest."""
         return np.where(accelerator_W, self.upper_W, self.lower_W)
 
     def by_speed(self, speed_W: np.ndarray, batch: int) -> np.ndarray:
-        """Shares of one batch in proportion to speed: all workers then need about the same time for theirs."""
+        """Initial batches as shares of one batch in proportion to speed, so that all take about the same time."""
         share_W = np.asarray(speed_W, np.float64) / np.sum(speed_W) * batch
         return np.array([self.clip(worker, share) for worker, share in enumerate(share_W)], np.int64)
-
-
-ALPHA = 2.0
-DEAD_ZONE = 4
 
 
 def adapted_batch(
@@ -88,18 +84,18 @@ def adapted_batch(
     *,
     alpha: float = ALPHA,
     dead_zone: int = DEAD_ZONE,
-    taking_part_W: np.ndarray | None = None,
+    active_W: np.ndarray | None = None,
 ) -> int:
-    """The batch of a worker E that asks for work, from u, the updates each worker has made:
+    """Adaptive Hogbatch: the next batch b_E of a free worker E, from the updates u made so far.
 
         u_E < min of the others - dead_zone:  b_E = max(b_E / alpha, bmin_E)     smaller batches, so more updates
         u_E > max of the others + dead_zone:  b_E = min(b_E alpha, bmax_E)
 
-    Batches are multiples of the smallest one, so they move by that at least. A worker alone keeps its batch. As
-    published the dead zone is 0, and then a batch that has to settle between two sizes flips on up to two of three
-    requests. Only workers that take part are compared with.
+    Y. Ma, F. Rusu, arXiv 2004.08771, with alpha = 2. There the dead zone is 0, and a batch that settles between two
+    sizes flips on up to two of three requests. Batches are multiples of the smallest, so they move by at least that.
+    Only active workers are compared; a single worker keeps its batch.
     """
-    others_W = np.ones(len(updates_W), bool) if taking_part_W is None else np.array(taking_part_W, bool)
+    others_W = np.ones(len(updates_W), bool) if active_W is None else np.array(active_W, bool)
     others_W[worker] = False
     now, mine, least = int(batch_W[worker]), int(updates_W[worker]), int(bounds.lower_W[worker])
     if not others_W.any():
@@ -111,14 +107,12 @@ def adapted_batch(
     return now
 
 
-MOMENTUM = 0.9  # w = merged + momentum (w - w_prev), as published
-CALMER = 0.5  # with Adam 0.9 swings out: digits after 24 epochs .52-.82 right, with 0.5 .95-.96, as on one device
-
-
 def merge_weights(updates_W: np.ndarray, batch_W: np.ndarray) -> np.ndarray:
-    """The weight of each replica after a mega-batch: u_i / sum u, or b_i / sum b when all u are equal.
+    """Adaptive SGD: the weight of replica i in the merge that ends a mega-batch.
 
-    A worker that made no update brings nothing, equal or not.
+        weight_i = u_i / sum u,  or  b_i / sum b  when all u are equal
+
+    Y. Ma, F. Rusu, K. Wu, A. Sim, arXiv 2110.07029. u_i counts the updates since the last merge.
     """
     updates_W, batch_W = np.asarray(updates_W, np.float64), np.asarray(batch_W, np.float64)
     if not updates_W.any():
@@ -132,29 +126,58 @@ def moved_batches(
     updates_W: np.ndarray,
     bounds: BatchBounds,
     beta_W: np.ndarray | None = None,
-    taking_part_W: np.ndarray | None = None,
+    active_W: np.ndarray | None = None,
 ) -> np.ndarray:
-    """b_i += beta_i (u_i - mean u) within the bounds: who made more updates gets larger batches.
+    """Adaptive SGD: batches after a merge; workers with more updates get larger ones.
 
-    beta is half of a worker's smallest batch unless given. Fractions are kept: rounding would lose small steps. Those
-    who do not take part keep their batch and do not count in the mean.
+        b_i = clip(b_i + beta_i (u_i - mean u), bmin_i, bmax_i)
+
+    Y. Ma, F. Rusu, K. Wu, A. Sim, arXiv 2110.07029. The default beta_i is bmin_i / 2. Fractions are kept, because
+    rounding would lose small steps. Inactive workers keep their batch and do not enter the mean.
     """
     updates_W = np.asarray(updates_W, np.float64)
     beta_W = bounds.lower_W / 2 if beta_W is None else np.asarray(beta_W, np.float64)
-    here_W = np.ones(len(updates_W), bool) if taking_part_W is None else taking_part_W
+    here_W = np.ones(len(updates_W), bool) if active_W is None else active_W
     moved_W = batch_W + beta_W * (updates_W - updates_W[here_W].mean())
     return np.where(here_W, np.clip(moved_W, bounds.lower_W, bounds.upper_W), batch_W)
 
 
-CAP = 4.0
+def gradient_scale(batch: float, reference: float, cap: float | None = SCALE_CAP) -> float:
+    """The factor s_E = min(b_E / b_ref, cap) on a worker's gradient: few samples move the model less than many.
 
-
-def rate_scale(batch: float, reference: float, cap: float | None = CAP) -> float:
-    """min(b_E / b_ref, cap): a gradient over few samples moves the model less than one over many.
-
-    Without a cap, linear scaling diverges at large batches (16 times the reference at lr 0.2 within 31-95 updates).
+    Published (arXiv 2004.08771, 2110.07029) as a learning rate lr_E = lr b_E / b_ref. Without a cap, linear scaling
+    diverges at large batches (16 times the reference at lr 0.2: within 31-95 updates).
     """
     if batch <= 0 or reference <= 0:
         raise ValueError(f"The rate is scaled by batch {batch} over reference {reference}: both must be above 0.")
     scale = batch / reference
     return scale if cap is None else min(scale, cap)
+
+
+@dataclass(frozen=True)
+class Rate:
+    """The factors of an update: `gradient_scale` on the gradient, schedule(samples / step_size) on the update.
+
+    A schedule inside the optimizer counts updates, whose number is not known in advance; this one counts steps of
+    `step_size` samples.
+    """
+
+    reference: float
+    cap: float | None = SCALE_CAP
+    by_batch: bool = True
+    schedule: Callable[[float], float] | None = None
+    step_size: int = 1
+    single_worker: bool = False  # reproduce sequential SGD
+
+    def scale(self, span: Range, batch: int) -> float:
+        """The factor on the gradient of a range taken for a batch.
+
+        The short range that ends an epoch is scaled by its own size, so that a few samples do not move the model like a
+        full batch. Sequential SGD does not scale it, nor does a single worker.
+        """
+        samples = batch if self.single_worker else span.count
+        return gradient_scale(samples, self.reference, self.cap) if self.by_batch else 1.0
+
+    def at(self, samples: int) -> float:
+        """The factor on an update after `samples` samples."""
+        return 1.0 if self.schedule is None else float(self.schedule(samples / self.step_size))

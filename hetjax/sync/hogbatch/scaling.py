@@ -1,73 +1,44 @@
-"""How much a gradient counts by its batch, and how far updates go by where training stands.
+"""The update program: an optimizer whose gradients are scaled by batch size, compiled once per kind of device.
 
-How much each gradient counts by its batch, and how far updates go by where training stands.
-
-Scale what an optimizer is given by the batch, so that every sample counts alike however it was batched.
-
-The gradient of a batch is the mean over its b samples. Times s = b / reference it is their sum, divided by a constant,
-and momentum accumulates sums. Scaling the updates instead would not do: momentum spreads a gradient over the updates
-that follow, each of which would be scaled by its own batch.
+The gradient of a batch is the mean over its b samples. Times s = b / reference it is their sum over a constant, and
+momentum accumulates sums: every sample has the same weight in any batch. Scaling updates instead would not do this:
+momentum spreads a gradient over later updates, each scaled by its own batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from hetjax.devices.compile import expected
-from hetjax.sampling.ranges import Range
-from hetjax.sync.hogbatch.rules import CAP, rate_scale
-
-
-@dataclass(frozen=True)
-class Rate:
-    """The factor min(b / reference, cap) on gradients, and the factor schedule(samples / step) on updates.
-
-    `schedule` is for rates that change over training. A schedule inside the optimizer counts updates, whose number
-    nobody knows beforehand; this one counts in steps of `step` samples.
-    """
-
-    reference: float
-    cap: float | None = CAP
-    by_batch: bool = True
-    schedule: Callable[[float], float] | None = None
-    step: int = 1
-    alone: bool = False  # there is one worker, which is to do what sequential SGD does
-
-    def scale(self, span: Range, batch: int) -> float:
-        """Of the gradient of a range that was handed out for a batch.
-
-        The short range at the end of an epoch counts as what it is: a handful of samples must not move the model like
-        a full batch. Sequential SGD does let them, and so does one worker alone.
-        """
-        counted = batch if self.alone else span.count
-        return rate_scale(counted, self.reference, self.cap) if self.by_batch else 1.0
-
-    def at(self, samples: int) -> float:
-        """Of an update after so many samples."""
-        return 1.0 if self.schedule is None else float(self.schedule(samples / self.step))
-
+from hetjax.devices.compile import compile_for, expected
+from hetjax.devices.workers import device_kind
+from hetjax.reduce.layout import HOST_SLOTS, Layout, Parts
+from hetjax.reduce.transports import apply_where_finite
+from hetjax.reduce.update import Core
+from hetjax.sync.base import Rule
 
 Tree = Any
+_SLOTS = np.zeros(HOST_SLOTS, np.float32)  # times and plans do not travel with the sums here
 
 
-def follows_scale(optimizer: optax.GradientTransformation, params: Tree) -> Tree:
-    """Whether u(s g, s p) = s u(g, p) for the updates u of each parameter, found out by trying s = 2.
+def is_homogeneous(optimizer: optax.GradientTransformation, params: Tree) -> Tree:
+    """Tests for each parameter whether its update u(g, p) satisfies u(s g, s p) = s u(g, p), by trying s = 2.
 
-    True for what is linear in gradients and parameters together: SGD, momentum, weight decay, trust ratios. False for
-    optimizers that normalize their gradients, such as Adam and Lion.
+    True for optimizers linear in gradients and parameters together: SGD, momentum, weight decay, trust ratios. False
+    for optimizers that normalize gradients, such as Adam and Lion.
 
     Args:
         optimizer: Any optax optimizer.
         params: Its parameters; only shapes and dtypes matter.
 
     Returns:
-        A tree like `params` of bools.
+        A tree of bools with the structure of `params`.
     """
     with_extra = optax.with_extra_args_support(optimizer).update
     small = 0.01 / max(len(jax.tree.leaves(params)), 1) ** 0.5  # a gradient of norm 0.01, below any sensible clipping
@@ -86,19 +57,19 @@ def follows_scale(optimizer: optax.GradientTransformation, params: Tree) -> Tree
     return jax.tree.map(lambda a, b: not 0 < b <= 1.5 * a, one, two)
 
 
-def scaled(
-    optimizer: optax.GradientTransformation, follows: Tree, scale: jax.Array, rate: jax.Array
+def scale_by_batch(
+    optimizer: optax.GradientTransformation, homogeneous: Tree, scale: jax.Array, rate: jax.Array
 ) -> optax.GradientTransformation:
-    """An optimizer whose gradients count `scale` times and whose learning rate is `rate` times its own.
+    """Wraps an optimizer so that gradients have weight `scale` and the learning rate is multiplied by `rate`.
 
-    With u(g, p) the updates of the optimizer, those returned are rate u(scale g, scale p) where they follow the scale,
-    and rate scale u(scale g, p) elsewhere. The state is that of the optimizer itself.
+    With u(g, p) the optimizer's update, returns rate u(scale g, scale p) for homogeneous parameters and
+    rate scale u(scale g, p) for the others. The optimizer state is unchanged.
 
     Args:
         optimizer: Any optax optimizer.
-        follows: Of `follows_scale`.
-        scale: Of the gradients, by the batch.
-        rate: Of the updates, by the schedule.
+        homogeneous: The result of `is_homogeneous`.
+        scale: Factor on the gradients, by batch size.
+        rate: Factor on the updates, by schedule.
 
     Returns:
         The optimizer for one update.
@@ -108,8 +79,35 @@ def scaled(
 
     def update(grads: Tree, state: Tree, params: Tree = None, **extra: Any) -> tuple[Tree, Tree]:
         grads = jax.tree.map(lambda g: times(scale, g), grads)
-        at = jax.tree.map(lambda p, f: times(scale, p) if f else p, params, follows)
+        at = jax.tree.map(lambda p, h: times(scale, p) if h else p, params, homogeneous)
         updates, state = with_extra(grads, state, at, **extra)
-        return jax.tree.map(lambda u, f: times(rate if f else rate * scale, u), updates, follows), state
+        return jax.tree.map(lambda u, h: times(rate if h else rate * scale, u), updates, homogeneous), state
 
     return optax.GradientTransformationExtraArgs(optimizer.init, update)
+
+
+def compile_updates(layout: Layout, rule: Rule, core: Core, devices: Sequence[jax.Device]) -> dict[jax.Device, Any]:
+    """The program (core, a worker's sums, slots, scale, rate) -> (core, report) of each device."""
+    shape = lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype))
+    shapes = jax.tree.map(shape, core)
+    homogeneous = is_homogeneous(rule.optimizer, shapes[0])
+
+    def step(core: Core, parts_1: Parts, slots: jax.Array, scale: jax.Array, rate: jax.Array) -> tuple[Core, jax.Array]:
+        own = layout.outgoing(tuple(part[0] for part in parts_1), slots, 0, 1)
+        update = replace(rule, optimizer=scale_by_batch(rule.optimizer, homogeneous, scale, rate)).update()
+        return apply_where_finite(layout, update, core, own, 1)
+
+    parts = tuple(jax.ShapeDtypeStruct((1, size), layout.dtype) for size in layout.sizes)
+    factor = jax.ShapeDtypeStruct((), np.float32)
+    arguments = shapes, parts, shape(_SLOTS), factor, factor
+    programs: dict[jax.Device, Any] = {}
+    with expected():
+        for kind in dict.fromkeys(map(device_kind, devices)):
+            alike = [device for device in devices if device_kind(device) == kind]
+            programs.update(zip(alike, compile_for(step, arguments, alike), strict=True))
+    return programs
+
+
+def run_update(program: Any, core: Core, parts: Parts, scale: float, rate: float) -> tuple[Core, jax.Array]:
+    """Run a program of `compile_updates`; returns the new core, and loss and metrics as `StepReport` reads them."""
+    return program(core, parts, _SLOTS, np.float32(scale), np.float32(rate))

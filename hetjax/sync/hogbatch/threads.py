@@ -1,4 +1,4 @@
-"""Real time: one thread per worker, and somebody who looks after them."""
+"""The real-time driver: one thread per worker, and a watchdog for workers that hang or die."""
 
 from __future__ import annotations
 
@@ -7,56 +7,54 @@ import threading
 import time
 from collections.abc import Callable, Generator
 
-from hetjax.engines.clocks import Hold, LocalResult, no_hold
-from hetjax.sync.hogbatch.coordinator import Coordinator
-from hetjax.sync.hogbatch.method import Finished, News, WorkItem
+from hetjax.engines.clocks import LocalResult, no_hold
+from hetjax.sync.hogbatch.coordinator import Coordinator, Event, UpdateEvent
+from hetjax.sync.hogbatch.method import WorkItem
 
-TICK = 0.05  # seconds between two looks at the workers
-GRACE = 0.4  # seconds that tasks on their way get when somebody asks for the end
-_PATIENCE = 20.0  # a task may take so many times as long as the slowest of its worker before
-_LEAST_PATIENCE = 10.0  # seconds
-
-Compute = Callable[[WorkItem], LocalResult]
+POLL_SECONDS = 0.05  # between two checks of the workers
+GRACE_SECONDS = 0.4  # for items in flight after a request to stop
+_HANG_FACTOR = 20.0  # a worker hangs after this multiple of its slowest time per sample,
+_MIN_HANG_SECONDS = 10.0  # but not before this
 
 
-class Abandoned(Exception):
-    """The run has ended; nobody waits for this phase."""
+class PhaseCancelled(Exception):
+    """The run ended while a simulated phase was held."""
 
 
-class Pause:
-    """Holds a phase back like `hold`, but a run that ends does not wait for it."""
+class CancellableHold:
+    """Holds a local phase as `hold` does, but the end of the run interrupts it."""
 
     def __init__(self, hold: Callable[..., None] = no_hold):
         self.hold = hold
-        self.ended = threading.Event()
+        self.cancelled = threading.Event()
 
     def __call__(self, worker: int, rows: int, began: float) -> None:
         if self.hold is not no_hold:
             self.hold(worker, rows, began, sleep=self._sleep)
 
     def _sleep(self, seconds: float) -> None:
-        if self.ended.wait(seconds):
-            raise Abandoned
+        if self.cancelled.wait(seconds):
+            raise PhaseCancelled
 
 
 class Threads:
-    """Runs the workers and yields the news. Daemon threads: a device that hangs cannot keep the program alive.
+    """Runs the workers and yields the coordinator's events.
 
-    A worker whose task takes longer than `wait_limit`, or twenty times as long per sample as it ever did (at least ten
-    seconds), is taken for hanging; should it come back, it takes part again.
+    Threads are daemons, so a hanging device cannot keep the program alive. A worker hangs when its item takes longer
+    than `wait_limit`, or 20 times its slowest time per sample (at least 10 s). If it responds later, it rejoins.
     """
 
     def __init__(
         self,
         coordinator: Coordinator,
-        compute: Compute,
+        compute: Callable[[WorkItem], LocalResult],
         workers: int,
         *,
-        pause: Pause,
+        hold: CancellableHold,
         wait_limit: float,
         stopping: Callable[[], bool],
     ):
-        self.coordinator, self.compute, self.pause = coordinator, compute, pause
+        self.coordinator, self.compute, self.hold = coordinator, compute, hold
         self.wait_limit, self.stopping = wait_limit, stopping
         self._slowest_W = [0.0] * workers  # seconds per sample
         self._threads = [
@@ -64,78 +62,76 @@ class Threads:
             for worker in range(workers)
         ]
 
-    def run(self) -> Generator[News]:
-        self.pause.ended.clear()
+    def run(self) -> Generator[Event]:
+        """Yields events until nothing is left to do; closing the generator ends the run at once."""
+        self.hold.cancelled.clear()
         for thread in self._threads:
             thread.start()
-        asked: float | None = None
-        looked = time.monotonic()
+        stop_requested: float | None = None
+        last_check = time.monotonic()
         try:
             while True:
-                over = self.coordinator.over()  # asked before the queue is found empty: no news can come after that
+                finished = self.coordinator.finished()  # before the queue is read: no event can follow then
                 try:
-                    news = self.coordinator.news.get(timeout=0 if over else TICK)
+                    event = self.coordinator.events.get(timeout=0 if finished else POLL_SECONDS)
                 except queue.Empty:
-                    if over:
+                    if finished:
                         return
                 else:
-                    self._learn(news)
-                    yield news
-                if (now := time.monotonic()) - looked < TICK:
+                    self._note_speed(event)
+                    yield event
+                if (now := time.monotonic()) - last_check < POLL_SECONDS:
                     continue
-                looked = now
-                self._look_after()
-                if asked is None and self.stopping():
-                    asked = now
+                last_check = now
+                self._check_workers()
+                if stop_requested is None and self.stopping():
+                    stop_requested = now
                     self.coordinator.close()
-                if asked is not None and now - asked > GRACE:
+                if stop_requested is not None and now - stop_requested > GRACE_SECONDS:
                     self.coordinator.abandon()
         finally:
             self.coordinator.abandon()
-            self.pause.ended.set()
-            deadline = time.monotonic() + GRACE
+            self.hold.cancelled.set()
+            deadline = time.monotonic() + GRACE_SECONDS
             for thread in self._threads:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
     def _work(self, worker: int) -> None:
         try:
-            while (task := self.coordinator.take(worker)) is not None:
-                self.coordinator.finish(task, self.compute(task))
-        except Abandoned:
+            while (item := self.coordinator.take(worker)) is not None:
+                self.coordinator.finish(item, self.compute(item))
+        except PhaseCancelled:
             pass
-        except BaseException as error:  # whatever ends this worker must not end the others
+        except BaseException as error:  # even SystemExit of one worker must not end the others
             self.coordinator.fail(worker, error)
 
-    def _learn(self, news: News) -> None:
-        if isinstance(news, Finished):
-            done = news.update
-            spent = (done.ended - done.began) / done.span.count
-            self._slowest_W[done.worker] = max(self._slowest_W[done.worker], spent)
+    def _note_speed(self, event: Event) -> None:
+        if isinstance(event, UpdateEvent):
+            update = event.update
+            per_sample = (update.ended - update.began) / update.span.count
+            self._slowest_W[update.worker] = max(self._slowest_W[update.worker], per_sample)
 
-    def _look_after(self) -> None:
+    def _check_workers(self) -> None:
         now = self.coordinator.clock()
-        for task in self.coordinator.flying():
-            if not self._threads[task.worker].is_alive():
-                self.coordinator.fail(task.worker, RuntimeError(f"The thread of worker {task.worker} died."), task)
-            elif (late := self._too_long(task, now)) is not None:
-                self.coordinator.fail(task.worker, TimeoutError(late), task)
+        for item in self.coordinator.in_flight():
+            if not self._threads[item.worker].is_alive():
+                self.coordinator.fail(item.worker, RuntimeError(f"The thread of worker {item.worker} died."), item)
+            elif (message := self._overdue(item, now)) is not None:
+                self.coordinator.fail(item.worker, TimeoutError(message), item)
 
-    def _too_long(self, task: WorkItem, now: float) -> str | None:
-        """What to say about a task that has taken too long. Rows that are slow to come are no fault of the worker."""
-        if (started := task.started) is None:
-            if now - task.taken <= self.wait_limit:
+    def _overdue(self, item: WorkItem, now: float) -> str | None:
+        """The error message for an item that takes too long, else None. Waiting for rows does not count."""
+        if (started := item.started) is None:
+            if now - item.taken <= self.wait_limit:
                 return None
-            return f"Worker {task.worker} got no rows within {self.wait_limit:.3g} s: the data source may hang."
-        usual = _PATIENCE * self._slowest_W[task.worker] * task.span.count or self.wait_limit
-        patience = min(self.wait_limit, max(_LEAST_PATIENCE, usual))
-        if now - started <= patience:
+            return f"Worker {item.worker} got no rows within {self.wait_limit:.3g} s: the data source may hang."
+        expected = _HANG_FACTOR * self._slowest_W[item.worker] * item.span.count or self.wait_limit
+        limit = min(self.wait_limit, max(_MIN_HANG_SECONDS, expected))
+        if now - started <= limit:
             return None
         return (
-            f"Worker {task.worker} did not finish {task.span.count} samples within {patience:.3g} s"
-            + (f", {_PATIENCE:.0f} times what it needed before" if patience < self.wait_limit else "")
+            f"Worker {item.worker} did not finish {item.span.count} samples within {limit:.3g} s"
+            + (f", {_HANG_FACTOR:.0f} times what it needed before" if limit < self.wait_limit else "")
             + ". Its device may hang"
-            + ("." if patience < self.wait_limit else "; give the Trainer a longer wait_limit if that is usual.")
+            + ("." if limit < self.wait_limit else "; give the Trainer a longer wait_limit if that is usual.")
         )
-
-
-__all__ = ["Abandoned", "Hold", "Pause", "Threads"]

@@ -1,4 +1,4 @@
-"""One call of `fit`: the workers run, and what they do becomes records, hooks and a history."""
+"""One call of `fit`: runs the workers, and turns the coordinator's events into records, hooks and a history."""
 
 from __future__ import annotations
 
@@ -19,20 +19,39 @@ from hetjax.history import History, Record, Recorder
 from hetjax.reduce.update import State
 from hetjax.sampling.ranges import RangePool
 from hetjax.sync.base import Job
-from hetjax.sync.hogbatch.coordinator import Coordinator
-from hetjax.sync.hogbatch.method import AppliedUpdate, Back, Finished, Lost, Method, Moment, News, WorkItem
+from hetjax.sync.hogbatch.coordinator import (
+    AppliedUpdate,
+    Coordinator,
+    Event,
+    ResumePoint,
+    UpdateEvent,
+    WorkerLost,
+    WorkerRejoined,
+)
+from hetjax.sync.hogbatch.method import Method, WorkItem
 from hetjax.sync.hogbatch.metrics import UpdateMetrics
-from hetjax.sync.hogbatch.scaling import Rate
-from hetjax.sync.hogbatch.threads import Pause, Threads
+from hetjax.sync.hogbatch.rules import Rate
+from hetjax.sync.hogbatch.threads import CancellableHold, Threads
 from hetjax.sync.hogbatch.virtual import VirtualSchedule, VirtualTime
 
 log = logging.getLogger("hetjax")
 
 
 class Training:
-    """Everything of one call of `fit`. `remember` is told what goes with a state before a hook sees that state.
+    """One call of `fit`.
 
-    `told`: what the tally of the training so far was, if this goes on with it.
+    Args:
+        job: What to train on, and the trainer's services.
+        session: Engine and layout.
+        state: The state to start from.
+        method: What becomes of a worker's sums.
+        pool: The ranges left to train on.
+        rate: The factors on gradients and updates.
+        hold: Simulated speeds in real time.
+        replay: The schedule of a virtual clock; None: threads in real time.
+        keep_host_state: Called with a resume point and its metrics before a hook sees the point's state.
+        saved_metrics: `UpdateMetrics.state_dict` of the run that this one resumes, else empty.
+        on_update: Called with each update, in order.
     """
 
     def __init__(
@@ -44,16 +63,17 @@ class Training:
         pool: RangePool,
         rate: Rate,
         *,
-        pause: Pause,
+        hold: CancellableHold,
         replay: VirtualSchedule | None,
-        remember: Callable[[Moment, dict[str, Any]], None],
-        told: dict[str, Any],
+        keep_host_state: Callable[[ResumePoint, dict[str, Any]], None],
+        saved_metrics: dict[str, Any],
         on_update: Callable[[AppliedUpdate], None] | None,
     ):
         assert isinstance(session.engine, ChunkedEngine)
         self.job, self.session, self.engine, self.method = job, session, session.engine, method
-        self.pause, self.remember, self.told, self.on_update = pause, remember, told, on_update
-        self.offset = state.step - job.order.whole_steps(state.cursor)  # 0 unless the batch size was another before
+        self.hold, self.keep_host_state = hold, keep_host_state
+        self.saved_metrics, self.on_update = saved_metrics, on_update
+        self.offset = state.step - job.order.whole_steps(state.cursor)  # not 0 if the batch size has changed
         self.start = state
         self.virtual = None if replay is None else VirtualTime(replay, len(job.workers), job.simulation)
         self.coordinator = Coordinator(
@@ -64,91 +84,92 @@ class Training:
             clock=time.perf_counter if self.virtual is None else self.virtual.clock,
             step_of=lambda samples: self.offset + job.order.whole_steps(samples),
         )
-        most = int(np.max(self.engine.capacity_W))
-        self.feed = BlockFeed(job.source, job.order, block=max(most, job.batch), end=job.end, keep=2 * len(job.workers))
+        block = max(int(np.max(self.engine.capacity_W)), job.batch)
+        self.feed = BlockFeed(job.source, job.order, block=block, end=job.end, keep=2 * len(job.workers))
 
     def run(self, history: History) -> tuple[State, History]:
+        """Trains to the end of the job, or until a stop is requested; returns the last state and the history."""
         job, simulation = self.job, self.job.simulation
         history.last_step = self.coordinator.step_of(job.end)
         if simulation is not None:
             simulation.step = self.start.step
         with closing(self.feed), job.record(history) as recorder:
-            tally = UpdateMetrics(self.session.layout, self.method.batch_W, self.coordinator.clock(), self.told)
-            with closing(self._news()) as stream:  # whatever is raised in here ends the workers at once
-                for news in stream:
-                    if not isinstance(news, Finished):
-                        self._say(news)
+            began = self.coordinator.clock()
+            metrics = UpdateMetrics(self.session.layout, self.method.batch_W, began, self.saved_metrics)
+            with closing(self._events()) as events:  # an exception in here ends the workers at once
+                for event in events:
+                    if not isinstance(event, UpdateEvent):
+                        self._log(event)
                         continue
-                    tally.add(news)
+                    metrics.add(event)
                     if self.on_update is not None:
-                        self.on_update(news.update)
-                    if news.moment is not None:
-                        self._record(tally, news, recorder)
-            counted = tally.state_dict()
-            if tally.unrecorded:  # stopped in between: for the history only, a resumed run will record the whole step
-                recorder.append(self._made(tally, 1 + self.coordinator.step))
-            whole = tally.whole
-            rates_W = np.divide(whole.counts_W, whole.busy_W, out=np.zeros(tally.workers), where=whole.busy_W > 0)
-            history.more = tally.summary()
-            recorder.finish(float(rates_W.sum()) or None, self.feed.waited / tally.workers)
+                        self.on_update(event.update)
+                    if event.resume_point is not None:
+                        self._record(metrics, event.resume_point, recorder)
+            metrics_state = metrics.state_dict()
+            if metrics.unrecorded:  # stopped within a step: for the history only, a resumed run records the whole step
+                recorder.append(self._make_record(metrics, 1 + self.coordinator.step))
+            total = metrics.total
+            rates_W = np.divide(total.counts_W, total.busy_W, out=np.zeros(metrics.workers), where=total.busy_W > 0)
+            history.more = metrics.summary()
+            recorder.finish(float(rates_W.sum()) or None, self.feed.waited / metrics.workers)
         if self.coordinator.error is not None:
             raise self.coordinator.error
-        last = self.coordinator.moment()
-        self.remember(last, counted)
+        last = self.coordinator.resume_point()
+        self.keep_host_state(last, metrics_state)
         return last.state, history
 
-    def _record(self, tally: UpdateMetrics, news: Finished, recorder: Recorder) -> None:
-        """A step's worth of samples is done."""
-        assert news.moment is not None
-        record = self._made(tally, self.coordinator.step_of(tally.seen))
-        self.remember(news.moment, tally.state_dict())
+    def _record(self, metrics: UpdateMetrics, resume_point: ResumePoint, recorder: Recorder) -> None:
+        """Records a step's worth of samples."""
+        record = self._make_record(metrics, self.coordinator.step_of(metrics.seen))
+        self.keep_host_state(resume_point, metrics.state_dict())
         self.job.check(record)
-        recorder.add(record, news.moment.state)
+        recorder.add(record, resume_point.state)
         if self.job.simulation is not None:
             self.job.simulation.step = record.step
 
-    def _made(self, tally: UpdateMetrics, step: int) -> Record:
-        return tally.record(step, max(0, tally.seen - 1) // self.job.order.size, self.job.saving())
+    def _make_record(self, metrics: UpdateMetrics, step: int) -> Record:
+        return metrics.record(step, max(0, metrics.seen - 1) // self.job.order.size, self.job.saving())
 
-    def _say(self, news: News) -> None:
-        if isinstance(news, Back):
-            log.warning("Worker %d has come back and takes part again.", news.worker)
-        elif isinstance(news, Lost):
-            samples, workers = sum(span.count for span in news.spans), self.job.workers
-            others = int(self.coordinator.taking_part_W().sum())
-            left = f"Its {samples} samples go to the others; {others} of {len(workers)} workers go on."
+    def _log(self, event: Event) -> None:
+        if isinstance(event, WorkerRejoined):
+            log.warning("Worker %d responded again and rejoins the training.", event.worker)
+        elif isinstance(event, WorkerLost):
+            samples, workers = sum(span.count for span in event.spans), self.job.workers
+            active = int(self.coordinator.active_W().sum())
+            left = f"Its {samples} samples go to the others; {active} of {len(workers)} workers go on."
             log.warning(
                 "Worker %d (%s) failed: %s: %s %s",
-                news.worker, workers.devices[news.worker], type(news.error).__name__, _sentence(news.error),
-                left if others else "No worker is left.",
+                event.worker, workers.devices[event.worker], type(event.error).__name__, _sentence(event.error),
+                left if active else "No worker is left.",
             )  # fmt: skip
 
-    # -- how a worker computes --
-
-    def _news(self) -> Generator[News]:
+    def _events(self) -> Generator[Event]:
         if self.virtual is not None:
-            rows_of = lambda task: self.engine.rows_of(task.worker, task.span.count)
-            return self.virtual.run(self.coordinator, rows_of, self.method.read, self._phase, self.job.stopping)
-        compute = lambda task: self._phase(task, None)
+            rows_of = lambda item: self.engine.rows_of(item.worker, item.span.count)
+            return self.virtual.run(self.coordinator, rows_of, self.method.read, self._local_phase, self.job.stopping)
         return Threads(
             self.coordinator,
-            compute,
+            self._local_phase,
             len(self.job.workers),
-            pause=self.pause,
+            hold=self.hold,
             wait_limit=self.job.wait_limit,
             stopping=self.job.stopping,
         ).run()
 
-    def _phase(self, task: WorkItem, leaves: list[jax.Array] | None) -> LocalResult:
-        """The local phase of a task, on the calling thread; the model is read as late as can be, unless it was."""
-        span = task.span
+    def _local_phase(self, item: WorkItem, leaves: list[jax.Array] | None = None) -> LocalResult:
+        """The local phase of an item, on the calling thread.
+
+        Parameters are read when the rows are ready, to keep staleness low, unless the driver has read them (`leaves`).
+        """
+        span = item.span
         rows = self.feed.rows(span)
-        task.started = self.coordinator.clock()
-        chunks = self.engine.chunks(rows, span.epoch, task.worker, span.start, span.count, self.job.order.seed)
-        leaves = self.method.read(task) if leaves is None else leaves
-        return self.engine.phase(task.worker, chunks, leaves, leaves[-1])
+        item.started = self.coordinator.clock()
+        chunks = self.engine.chunks(rows, span.epoch, item.worker, span.start, span.count, self.job.order.seed)
+        leaves = self.method.read(item) if leaves is None else leaves
+        return self.engine.phase(item.worker, chunks, leaves, leaves[-1])
 
 
 def _sentence(error: BaseException) -> str:
-    text = str(error).strip().splitlines()[0] if str(error).strip() else "without a word"
+    text = str(error).strip().splitlines()[0] if str(error).strip() else "no message"
     return text if text.endswith((".", "!", "?")) else f"{text}."

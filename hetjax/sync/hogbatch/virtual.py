@@ -1,4 +1,4 @@
-"""Virtual time: the same run again, to the bit. No threads and no sleeping; the interleaving comes from a seed."""
+"""The virtual-time driver: a seeded interleaving, reproducible to the bit, without threads or sleeping."""
 
 from __future__ import annotations
 
@@ -12,29 +12,35 @@ import numpy as np
 
 from hetjax.engines.clocks import LocalResult
 from hetjax.simulation.speeds import Simulation, constant
-from hetjax.sync.hogbatch.coordinator import Coordinator
-from hetjax.sync.hogbatch.method import News, WorkItem
-
-_ROW_TIME = 1e-3  # virtual seconds of one row at speed 1
+from hetjax.sync.hogbatch.coordinator import Coordinator, Event
+from hetjax.sync.hogbatch.method import WorkItem
 
 
 @dataclass(frozen=True)
 class VirtualSchedule:
-    """How long a task takes in virtual time: (startup + rows x row_time / speed) x exp(noise x a seeded normal)."""
+    """Virtual seconds of a work item: (startup + rows x row_time / speed) x exp(noise x z), z standard normal.
+
+    Attributes:
+        seed: Of z.
+        noise: Standard deviation of the logarithm of a duration.
+        speeds: Relative speed of each worker; default: those of the trainer's simulation, or all equal.
+        row_time: Virtual seconds per row at speed 1.
+        startup: Virtual seconds before the first row.
+    """
 
     seed: int = 0
     noise: float = 0.1
-    speeds: tuple[float, ...] | None = None  # relative; all alike unless given
-    row_time: float = _ROW_TIME
+    speeds: tuple[float, ...] | None = None
+    row_time: float = 1e-3
     startup: float = 0.0
 
 
 class VirtualTime:
-    """Lets the workers take turns by a virtual clock; a driver like `Threads`.
+    """Runs the workers in the order of a virtual clock; the counterpart of `Threads`.
 
-    Simulated speeds, with all their changes, are those of the virtual clock unless the schedule has its own. What a
-    worker reads is fixed when it starts and what it found is applied when its time is up, as in a real run. Ties
-    go to who started first.
+    As in a real run, a worker reads the model when it starts and its result is applied when its time is up. Ties go
+    to the worker that started first. Simulated speeds, with all their changes, drive the virtual clock unless the
+    schedule has its own.
     """
 
     def __init__(self, schedule: VirtualSchedule, workers: int, simulation: Simulation | None = None):
@@ -43,13 +49,14 @@ class VirtualTime:
             raise ValueError(f"The schedule has speeds for {given} workers, but there are {workers}: give one each.")
         self.schedule, self.workers, self.now = schedule, workers, 0.0
         own = Simulation(constant(schedule.speeds or [1.0] * workers, schedule.startup), schedule.row_time)
-        self._pace = own if simulation is None or schedule.speeds is not None else simulation
-        self._row_time = self._pace.row_time or schedule.row_time
+        self._simulation = own if simulation is None or schedule.speeds is not None else simulation
+        self._row_time = self._simulation.row_time or schedule.row_time
         if simulation is not None:
-            simulation.row_time = simulation.row_time or schedule.row_time  # which its ideal goes by
+            simulation.row_time = simulation.row_time or schedule.row_time  # Simulation.ideal needs one
         self._rng = [np.random.default_rng([schedule.seed, worker]) for worker in range(workers)]
 
     def clock(self) -> float:
+        """Virtual seconds since the start of the run."""
         return self.now
 
     def run(
@@ -59,36 +66,37 @@ class VirtualTime:
         read: Callable[[WorkItem], list[jax.Array]],
         compute: Callable[[WorkItem, list[jax.Array]], LocalResult],
         stopping: Callable[[], bool],
-    ) -> Generator[News]:
+    ) -> Generator[Event]:
+        """Yields events until nothing is left to do."""
         agenda: list[tuple[float, int, WorkItem, list[jax.Array]]] = []
         started = 0
         while True:
             if stopping():
                 coordinator.abandon()
             for worker in range(self.workers):
-                if (task := coordinator.try_take(worker)) is not None:
-                    task.started = task.taken
+                if (item := coordinator.try_take(worker)) is not None:
+                    item.started = item.taken
                     try:
-                        due = self.now + self._seconds(worker, rows_of(task))
-                        heapq.heappush(agenda, (due, started, task, read(task)))
+                        due = self.now + self._seconds(worker, rows_of(item))
+                        heapq.heappush(agenda, (due, started, item, read(item)))
                     except Exception as error:
                         coordinator.fail(worker, error)
                     started += 1
             while True:
                 try:
-                    yield coordinator.news.get_nowait()
+                    yield coordinator.events.get_nowait()
                 except queue.Empty:
                     break
-            if coordinator.over() or not agenda:
+            if coordinator.finished() or not agenda:
                 return
-            self.now, _, task, leaves = heapq.heappop(agenda)
+            self.now, _, item, leaves = heapq.heappop(agenda)
             try:
-                lap = compute(task, leaves)
-                coordinator.finish(task, replace(lap, began=task.taken, ended=self.now))
+                result = compute(item, leaves)
+                coordinator.finish(item, replace(result, began=item.taken, ended=self.now))
             except Exception as error:
-                coordinator.fail(task.worker, error)
+                coordinator.fail(item.worker, error)
 
     def _seconds(self, worker: int, rows: int) -> float:
-        speed_W, startup_W = self._pace.trace(self._pace.step)
+        speed_W, startup_W = self._simulation.trace(self._simulation.step)
         mean = startup_W[worker] + rows * self._row_time / speed_W[worker]
         return float(mean * np.exp(self.schedule.noise * self._rng[worker].standard_normal()))
