@@ -1,4 +1,4 @@
-"""A least-squares problem for asynchronous runs, and a plain NumPy account of what such a run must have computed."""
+"""A least-squares problem for asynchronous runs, and what such a run must compute, in plain NumPy from its log."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import optax
 
 from hetjax import Chunked, Trainer
 from hetjax.sampling.order import Sampler
-from hetjax.sync.hogbatch.rules import merge_weights
+from hetjax.sync import AdaptiveHogbatch, AdaptiveSgd, Hogbatch
+from hetjax.sync.hogbatch.rules import merge_weights, moved_batches
 
 RATE = 0.1
+FAMILY = [Hogbatch, AdaptiveHogbatch, AdaptiveSgd]
 
 
 def data(samples: int = 96, seed: int = 0) -> dict[str, np.ndarray]:
@@ -23,12 +25,12 @@ def loss_fn(params, batch, keys):
     return 0.5 * (batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2
 
 
-def first() -> dict[str, np.ndarray]:
+def initial_params() -> dict[str, np.ndarray]:
     return {"w": np.zeros(3), "b": np.zeros(())}
 
 
-def best(rows: dict[str, np.ndarray]) -> np.ndarray:
-    """The least-squares answer, w and b in one vector."""
+def least_squares(rows: dict[str, np.ndarray]) -> np.ndarray:
+    """The solution, w and b in one vector."""
     wide = np.column_stack([rows["x"], np.ones(len(rows["y"]))])
     return np.linalg.lstsq(wide, rows["y"], rcond=None)[0]
 
@@ -38,8 +40,14 @@ def flat(params) -> np.ndarray:
 
 
 def trainer_for(sync, workers: int = 2, batch: int = 16, **options) -> Trainer:
-    options = {"engine": Chunked(rungs=[4, 16]), "devices": jax.devices()[:workers], **options}
-    return Trainer(loss_fn, options.pop("optimizer", optax.sgd(RATE)), batch_size=batch, sync=sync, **options)
+    options = {
+        "loss": loss_fn,
+        "optimizer": optax.sgd(RATE),
+        "engine": Chunked(rungs=[4, 16]),
+        "devices": jax.devices()[:workers],
+        **options,
+    }
+    return Trainer(options.pop("loss"), options.pop("optimizer"), batch_size=batch, sync=sync, **options)
 
 
 def gradient(at: np.ndarray, rows: dict[str, np.ndarray], index: np.ndarray) -> np.ndarray:
@@ -51,43 +59,46 @@ def indices(rows: dict[str, np.ndarray], span, seed: int = 0) -> np.ndarray:
     return Sampler(len(rows["y"]), 1, seed).indices(span.epoch, span.start, span.stop)
 
 
-def shared_account(log, rows: dict[str, np.ndarray], heavy: float = 0.0) -> np.ndarray:
-    """Hogbatch from its log: update v takes the gradient at version v - 1 - staleness and moves version v - 1.
+def expected_shared(log, rows: dict[str, np.ndarray], sgd_momentum: float = 0.0) -> np.ndarray:
+    """Hogbatch: update v takes the gradient at version v - 1 - staleness and is applied to version v - 1.
 
-    `heavy`: momentum of the optimizer, which sees gradients scaled by their batch.
+    `sgd_momentum`: of the optimizer, which gets gradients scaled by batch size.
     """
     versions, trace = [np.zeros(4)], np.zeros(4)
-    for done in log:
-        assert done.version == len(versions)
-        read = versions[done.version - 1 - done.staleness]
-        trace = heavy * trace + done.scale * gradient(read, rows, indices(rows, done.span))
+    for update in log:
+        assert update.version == len(versions)
+        read = versions[update.version - 1 - update.staleness]
+        trace = sgd_momentum * trace + update.scale * gradient(read, rows, indices(rows, update.span))
         versions.append(versions[-1] - RATE * trace)
     return versions[-1]
 
 
-def merged_account(
-    log, rows: dict[str, np.ndarray], workers: int, momentum: float, batches, heavy: float = 0.0
+def expected_merged(
+    log, rows: dict[str, np.ndarray], initial_batch_W, bounds, momentum: float, sgd_momentum: float = 0.0
 ) -> np.ndarray:
-    """Adaptive SGD from its log: replicas of their own between merges, which the version counts.
+    """Adaptive SGD: one replica per worker between merges, which the version counts.
 
-    `heavy`: momentum of the optimizer, which sees gradients scaled by their batch.
+    `momentum`: of the merges; `sgd_momentum`: of the optimizer, which gets gradients scaled by batch size.
     """
+    batch_W = np.array(initial_batch_W, float)
+    workers = len(batch_W)
     now, velocity, trace = np.zeros(4), np.zeros(4), np.zeros(4)
-    for merge in range(max(done.version for done in log) + 1):
-        replicas, updates = np.tile(now, (workers, 1)), np.zeros(workers, int)
+    for merge in range(max(update.version for update in log) + 1):
+        replicas, updates_W = np.tile(now, (workers, 1)), np.zeros(workers, int)
         traces = np.tile(trace, (workers, 1))
-        for done in (d for d in log if d.version == merge):
-            step = gradient(replicas[done.worker], rows, indices(rows, done.span))
-            traces[done.worker] = heavy * traces[done.worker] + done.scale * step
-            replicas[done.worker] -= RATE * traces[done.worker]
-            updates[done.worker] += 1
-        weights = merge_weights(updates, batches(merge))
+        for update in (u for u in log if u.version == merge):
+            step = gradient(replicas[update.worker], rows, indices(rows, update.span))
+            traces[update.worker] = sgd_momentum * traces[update.worker] + update.scale * step
+            replicas[update.worker] -= RATE * traces[update.worker]
+            updates_W[update.worker] += 1
+        weights = merge_weights(updates_W, batch_W)
+        batch_W = moved_batches(batch_W, updates_W, bounds)
         velocity, trace = weights @ replicas - now + momentum * velocity, weights @ traces
         now = now + velocity
     return now
 
 
-class Versions:
+class FakeModel:
     """Stands in for a shared model: only its version matters."""
 
     core = (None,) * 4
@@ -108,5 +119,5 @@ class Versions:
 
 
 def covered(log, size: int) -> list[int]:
-    """Every sample that the updates learned from, as its place since the start of training."""
-    return sorted(n for d in log for n in range(d.span.epoch * size + d.span.start, d.span.epoch * size + d.span.stop))
+    """Every sample that the updates learned from, numbered from the start of training."""
+    return sorted(n for u in log for n in range(u.span.epoch * size + u.span.start, u.span.epoch * size + u.span.stop))

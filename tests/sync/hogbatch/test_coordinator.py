@@ -1,76 +1,75 @@
-"""The coordinator by hand, one event after the other: who fails, who comes back, what is told."""
+"""The coordinator, one call at a time: workers that fail and rejoin, and the events they cause."""
 
 import numpy as np
 import pytest
-from async_problem import Versions
+from async_problem import FakeModel
 
 from hetjax.engines.clocks import LocalResult
 from hetjax.sampling.ranges import RangePool
-from hetjax.sync.hogbatch.coordinator import Coordinator
+from hetjax.sync.hogbatch.coordinator import Coordinator, UpdateEvent, WorkerLost, WorkerRejoined
 from hetjax.sync.hogbatch.immediate import Immediate
-from hetjax.sync.hogbatch.method import Back, Finished, Lost
-from hetjax.sync.hogbatch.scaling import Rate
+from hetjax.sync.hogbatch.rules import Rate
 
-LAP = LocalResult((), 4, 0.0, 1.0)
+RESULT = LocalResult((), 4, 0.0, 1.0)
 
 
 @pytest.fixture
-def made():
-    method = Immediate(Versions(), [None, None], np.array([4, 4]), np.zeros(2))
+def coordinator():
+    method = Immediate(FakeModel(), [None, None], np.array([4, 4]), np.zeros(2))
     return Coordinator(RangePool(96, 96), method, Rate(4), 2, clock=lambda: 0.0, step_of=lambda samples: samples // 16)
 
 
-def news(coordinator):
-    return [coordinator.news.get() for _ in range(coordinator.news.qsize())]
+def events(coordinator):
+    return [coordinator.events.get() for _ in range(coordinator.events.qsize())]
 
 
-def test_who_has_brought_its_task_meanwhile_has_not_failed(made):
-    first = made.take(0)
-    made.finish(first, LAP)
-    second = made.take(0)
-    made.fail(0, TimeoutError("seen with the first"), first)
-    assert made.flying() == [second]
-    assert [type(n) for n in news(made)] == [Finished]
-    made.fail(0, TimeoutError("seen with the second"), second)
-    assert made.flying() == []
-    assert [n.spans for n in news(made)] == [(second.span,)]
+def test_a_worker_that_finished_the_item_in_the_meantime_has_not_failed(coordinator):
+    first = coordinator.take(0)
+    coordinator.finish(first, RESULT)
+    second = coordinator.take(0)
+    coordinator.fail(0, TimeoutError("on the first"), first)
+    assert coordinator.in_flight() == [second]
+    assert [type(event) for event in events(coordinator)] == [UpdateEvent]
+    coordinator.fail(0, TimeoutError("on the second"), second)
+    assert coordinator.in_flight() == []
+    assert [event.spans for event in events(coordinator)] == [(second.span,)]
 
 
-def test_who_comes_back_takes_the_last_failure_back(made):
-    hung, other = made.take(0), made.take(1)
-    made.fail(0, TimeoutError("hangs"), hung)
-    made.fail(1, OSError("gone"))
-    assert isinstance(made.error, OSError)
-    made.finish(hung, LAP)
-    assert made.error is None
-    assert [type(n) for n in news(made)] == [Lost, Lost, Back]
-    assert made.take(0).span == hung.span  # given back, and first in turn again
-    assert other not in made.flying()
+def test_a_worker_that_rejoins_clears_the_error_of_the_last_failure(coordinator):
+    hung, other = coordinator.take(0), coordinator.take(1)
+    coordinator.fail(0, TimeoutError("hangs"), hung)
+    coordinator.fail(1, OSError("gone"))
+    assert isinstance(coordinator.error, OSError)
+    coordinator.finish(hung, RESULT)
+    assert coordinator.error is None
+    assert [type(event) for event in events(coordinator)] == [WorkerLost, WorkerLost, WorkerRejoined]
+    assert coordinator.take(0).span == hung.span  # given back, and first in line again
+    assert other not in coordinator.in_flight()
 
 
-def test_nobody_comes_back_once_it_is_over(made):
-    hung = made.take(0)
-    made.fail(1, OSError("gone"))
-    made.fail(0, TimeoutError("hangs"), hung)
-    assert made.over()
-    made.finish(hung, LAP)
-    assert isinstance(made.error, TimeoutError)
-    assert made.take(0) is None
+def test_no_worker_rejoins_a_finished_run(coordinator):
+    hung = coordinator.take(0)
+    coordinator.fail(1, OSError("gone"))
+    coordinator.fail(0, TimeoutError("hangs"), hung)
+    assert coordinator.finished()
+    coordinator.finish(hung, RESULT)
+    assert isinstance(coordinator.error, TimeoutError)
+    assert coordinator.take(0) is None
 
 
-def test_a_failure_after_the_end_is_none(made):
-    made.take(0)
-    made.abandon()
-    made.fail(0, RuntimeError("cancelled"))
-    assert made.error is None
-    assert news(made) == []
+def test_a_failure_after_the_end_is_ignored(coordinator):
+    coordinator.take(0)
+    coordinator.abandon()
+    coordinator.fail(0, RuntimeError("cancelled"))
+    assert coordinator.error is None
+    assert events(coordinator) == []
 
 
-def test_steps_are_told_once_when_what_was_seen_is_lost_again(made):
-    told = []
+def test_a_step_has_one_resume_point_even_if_its_samples_are_lost_again(coordinator):
+    has_resume_point = []
     for pending in (12, 0, 8, 24):  # samples seen: 16, 8, 20, 40
-        made.method.pending = pending
-        made.finish(made.take(0), LAP)
-        (update,) = news(made)
-        told.append(update.moment is not None)
-    assert told == [True, False, False, True]
+        coordinator.method.pending = pending
+        coordinator.finish(coordinator.take(0), RESULT)
+        (event,) = events(coordinator)
+        has_resume_point.append(event.resume_point is not None)
+    assert has_resume_point == [True, False, False, True]

@@ -1,4 +1,4 @@
-"""Gradients scaled by their batch: every sample counts alike, with momentum, weight decay, or Adam."""
+"""Gradients scaled by batch size: every sample has the same weight, with momentum, weight decay, or Adam."""
 
 import jax
 import jax.numpy as jnp
@@ -8,21 +8,21 @@ import pytest
 
 from hetjax.reduce.layout import Layout, StepSums
 from hetjax.sync.base import Rule
-from hetjax.sync.hogbatch.scaling import follows_scale, scaled
-from hetjax.sync.hogbatch.shared_model import SharedModel
+from hetjax.sync.hogbatch.immediate import SharedModel
+from hetjax.sync.hogbatch.scaling import is_homogeneous, scale_by_batch
 
 REFERENCE, RATE, MOMENTUM = 256, 0.5, 0.9
 BATCHES = [16, 256, 16, 256, 64, 1024]
 
 
-def moved(optimizer, batches, silent=0):
-    """Parameters after batches of which number k has the gradient e_k for each sample, then `silent` ones of zeros."""
+def params_after(optimizer, batches, zero_batches=0):
+    """Parameters after batches, the k-th with the gradient e_k for each sample, and then batches of zero gradients."""
     size = len(batches)
     layout = Layout.of({"w": jax.ShapeDtypeStruct((size,), np.float32)}, (), ())
     params = {"w": jnp.zeros(size)}
     core = params, None, optimizer.init(params), None
     shared = SharedModel(layout, Rule(optimizer, None, None), core, jax.devices()[0])
-    tail = [(np.zeros(size), batch) for batch in (16, 256) * (silent // 2)]
+    tail = [(np.zeros(size), batch) for batch in (16, 256) * (zero_batches // 2)]
     for gradient_K, batch in [*zip(np.eye(size), batches, strict=True), *tail]:
         one = jnp.ones(())
         made = StepSums({"w": jnp.asarray(batch * gradient_K, np.float32)}, (), one, batch * one, one, {})
@@ -30,35 +30,37 @@ def moved(optimizer, batches, silent=0):
     return np.asarray(shared.snapshot.core[0]["w"])
 
 
-def test_with_momentum_every_sample_counts_alike():
-    """The trace m = 0.9 m + s g gives the gradient of a batch the weights lr s (1 + 0.9 + 0.81 + ...) = 10 lr s.
+def test_with_momentum_every_sample_has_the_same_weight():
+    """The trace m = 0.9 m + s g gives the gradient of a batch the weight lr s (1 + 0.9 + 0.81 + ...) = 10 lr s.
 
-    That is 10 lr / reference for each of its b samples, s = b / reference, as of a sum over samples. Scaling updates
-    would give a sample in batches of 16 and 256 in turn weights of 14.6 to 1.
+    With s = b / reference that is 10 lr / reference for each of its b samples. Scaling updates instead, with batches of
+    16 and 256 in turn, would give samples weights of 14.6 to 1.
     """
-    per_sample_K = moved(optax.sgd(RATE, MOMENTUM), BATCHES, silent=300) / BATCHES
+    per_sample_K = params_after(optax.sgd(RATE, MOMENTUM), BATCHES, zero_batches=300) / BATCHES
     np.testing.assert_allclose(per_sample_K, -RATE / (1 - MOMENTUM) / REFERENCE, rtol=1e-5)
 
 
 def test_without_momentum_an_update_is_scaled_by_its_batch():
-    np.testing.assert_allclose(moved(optax.sgd(RATE), BATCHES), -RATE * np.array(BATCHES) / REFERENCE, rtol=1e-6)
+    np.testing.assert_allclose(params_after(optax.sgd(RATE), BATCHES), -RATE * np.array(BATCHES) / REFERENCE, rtol=1e-6)
 
 
 @pytest.mark.parametrize("momentum", [None, MOMENTUM])
-def test_weight_decay_is_by_sample_too(momentum):
-    """A pull towards zero of `decay` per reference batch, however that batch is divided."""
+def test_weight_decay_is_scaled_by_batch_too(momentum):
+    """A quarter of the reference batch decays weights by a quarter."""
     optimizer = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.01, momentum))
-    follows, params = {"w": True}, {"w": jnp.ones(1)}
+    homogeneous, params = {"w": True}, {"w": jnp.ones(1)}
     once, _ = optimizer.update({"w": jnp.ones(1)}, optimizer.init(params), params)
-    part, _ = scaled(optimizer, follows, 0.25, 1.0).update({"w": jnp.ones(1)}, optimizer.init(params), params)
+    part, _ = scale_by_batch(optimizer, homogeneous, 0.25, 1.0).update(
+        {"w": jnp.ones(1)}, optimizer.init(params), params
+    )
     np.testing.assert_allclose(part["w"], 0.25 * once["w"], rtol=1e-6)
 
 
 @pytest.mark.parametrize("batch", [16, 64])
-def test_equal_batches_move_adam_as_scaled_updates_did(batch):
+def test_with_equal_batches_adam_makes_scaled_updates(batch):
     plain, scale = optax.adamw(0.1), batch / REFERENCE
     params, grads = {"w": jnp.ones(3)}, {"w": jnp.array([1.0, -2.0, 0.5])}
-    part, state, whole = scaled(plain, {"w": False}, scale, 1.0), plain.init(params), plain.init(params)
+    part, state, whole = scale_by_batch(plain, {"w": False}, scale, 1.0), plain.init(params), plain.init(params)
     for _ in range(5):
         found, state = part.update(grads, state, params)
         expected, whole = plain.update(grads, whole, params)
@@ -70,7 +72,7 @@ WARM_UP = optax.linear_schedule(0.0, 0.1, 1000)
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "follows"),
+    ("optimizer", "homogeneous"),
     [
         (optax.sgd(0.1), True),
         (optax.sgd(WARM_UP, 0.9, nesterov=True), True),
@@ -86,7 +88,7 @@ WARM_UP = optax.linear_schedule(0.0, 0.1, 1000)
     ],
 )
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_which_optimizers_follow_the_scale(optimizer, follows, dtype):
+def test_which_optimizers_are_homogeneous(optimizer, homogeneous, dtype):
     params = {"a": jax.ShapeDtypeStruct((4, 3), dtype), "b": jax.ShapeDtypeStruct((), dtype)}
-    found = follows_scale(optimizer, params)
-    assert found == (follows if isinstance(follows, dict) else {"a": follows, "b": follows})
+    found = is_homogeneous(optimizer, params)
+    assert found == (homogeneous if isinstance(homogeneous, dict) else dict.fromkeys("ab", homogeneous))

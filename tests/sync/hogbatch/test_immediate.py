@@ -1,4 +1,4 @@
-"""The shared model: no update is lost, and what was read stays as it was read."""
+"""The shared model and the staleness bound: no update is lost, snapshots stay valid, the bound always holds."""
 
 import threading
 
@@ -7,10 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from async_problem import FakeModel
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hetjax.reduce.layout import Layout, StepSums
+from hetjax.sampling.ranges import Range
 from hetjax.sync.base import Rule
-from hetjax.sync.hogbatch.shared_model import SharedModel, home_device
+from hetjax.sync.hogbatch.family import home_device
+from hetjax.sync.hogbatch.immediate import Immediate, SharedModel
+from hetjax.sync.hogbatch.method import WorkItem
 
 SHAPE = {"w": jax.ShapeDtypeStruct((3,), np.float32)}
 LAYOUT = Layout.of(SHAPE, (), ())
@@ -36,40 +42,40 @@ def test_an_update_is_a_delta_on_the_newest_model():
     assert shared.apply(sums(-2.0), 0.5)[0] == 1
     assert shared.apply(sums(-6.0, weight=3.0), 1.0)[0] == 2  # a mean gradient of -2
     np.testing.assert_array_equal(shared.snapshot.core[0]["w"], 3.0)
-    np.testing.assert_array_equal(before.core[0]["w"], 0.0)  # read before, and still what it was
+    np.testing.assert_array_equal(before.core[0]["w"], 0.0)  # a snapshot never changes
     assert (before.version, shared.snapshot.version) == (0, 2)
 
 
 @pytest.mark.parametrize(("scale", "rate"), [(0.5, 1.0), (1.0, 0.5)])
-def test_an_optimizer_that_normalizes_gradients_moves_by_their_scale_nevertheless(scale, rate):
-    """Adam's first update is lr whatever the gradient; scaled by a half it is half of that."""
+def test_updates_of_an_optimizer_that_normalizes_gradients_are_scaled_too(scale, rate):
+    """Adam's first update is lr for any gradient; scaled by a half it is half of that."""
     shared = model(optax.adam(0.1))
     shared.apply(sums(123.0), scale, rate)
     np.testing.assert_allclose(shared.snapshot.core[0]["w"], -0.05, rtol=1e-4)
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing():
+def test_a_nonfinite_gradient_changes_nothing():
     shared = model()
     shared.apply(sums(np.nan), 1.0)
     np.testing.assert_array_equal(shared.snapshot.core[0]["w"], 0.0)
 
 
-def test_sums_that_do_not_arrive_never_reach_the_model(monkeypatch):
+def test_a_failed_copy_of_sums_never_reaches_the_model(monkeypatch):
     """A copy between devices may fail after device_put has returned."""
 
-    class Lost:
+    class FailedCopy:
         def block_until_ready(self):
             raise RuntimeError("copy failed")
 
     shared = model()
-    monkeypatch.setattr(jax, "device_put", lambda *_: (Lost(),))
+    monkeypatch.setattr(jax, "device_put", lambda *_: (FailedCopy(),))
     with pytest.raises(RuntimeError, match="copy failed"):
         shared.receive(sums(-1.0))
     assert shared.snapshot.version == 0
 
 
-def test_under_stress_every_update_is_applied_once_and_every_snapshot_is_whole():
-    """Every update adds one to each number, so a snapshot of version v must hold v three times."""
+def test_concurrent_updates_are_applied_once_and_snapshots_are_never_torn():
+    """Every update adds one to each parameter, so a snapshot of version v must hold v three times."""
     shared, threads, each = model(), 8, 60
     versions, torn, stop = [], [], threading.Event()
 
@@ -97,6 +103,19 @@ def test_under_stress_every_update_is_applied_once_and_every_snapshot_is_whole()
 
 
 @pytest.mark.parametrize("worker", [0, 3])
-def test_it_lives_on_a_cpu(worker):
+def test_the_shared_model_lives_on_a_cpu(worker):
     device = jax.devices()[worker]
     assert home_device((device,)) is device
+
+
+@given(st.integers(2, 6), st.integers(0, 5), st.lists(st.integers(0, 5), min_size=10, max_size=80))
+def test_the_staleness_bound_holds_in_any_order_of_events_without_deadlock(workers, bound, events):
+    method = Immediate(FakeModel(), [None] * workers, np.ones(workers), np.zeros(workers), bound=bound)
+    in_flight = {}
+    for worker in (event % workers for event in events):
+        if worker in in_flight:
+            assert method.commit(in_flight.pop(worker), None).staleness <= bound
+        elif method.may_start(in_flight.values()):
+            in_flight[worker] = WorkItem(worker, Range(0, 0, 1), 1, 1.0, 1.0, 0.0, method.version)
+        else:
+            assert in_flight  # a worker only waits for another one
