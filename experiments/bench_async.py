@@ -2,16 +2,16 @@
 
     python experiments/bench_async.py [--json FILE] [--seeds 3] [--ratios 1:4 1:16 1:64] [--quick]
 
-Two workers whose simulated speeds are 1:4, 1:16 and 1:64 train a small MLP on the digits and on a made-up set with few
-non-zero features: synchronous with equal counts, synchronous and balanced, hogbatch, adaptive-hogbatch, adaptive-sgd.
-All see the same samples in the same order with the same learning rate. Told are the utilization of the less busy
-worker, updates and their share per worker, and the seconds and samples until the loss over the whole training set is
-below a target (medians of the seeds). The evaluation runs beside the training and is not charged. Some 20 minutes.
+Two workers with simulated speeds of 1:4, 1:16 and 1:64 train a small MLP on the digits and on synthetic sparse
+features, by each of: equal counts, balanced (both synchronous), hogbatch, adaptive-hogbatch, adaptive-sgd. All see the
+same samples in the same order with the same learning rate. Reported, as medians over the seeds: the utilization of the
+less busy worker, updates and their share per worker, and seconds and samples until the loss over the whole training set
+is below a target. The loss is evaluated on a third device and not charged. Takes about 20 minutes.
 
-A balanced run first takes two steps of equal counts, to time them. They are taken before and not charged, as in a
-longer training they would not count; what they took is told beside (`uncharged_s`). Equal counts are the same training
-as balanced ones, only slower (tests of hetjax see to that). So only some of their steps are run, and their time to the
-target is the balanced run's number of steps at that speed.
+A balanced run starts with two steps of equal counts, to measure timings. They run before the clock starts, because they
+would not matter in a longer training; their duration is reported as `uncharged_s`. Equal counts give the same training
+as balanced ones, only slower (hetjax's tests guarantee it). So only a few of their steps are run, and their time to the
+target is the number of steps of the balanced run at that speed.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from hetjax.sync import AdaptiveHogbatch, AdaptiveSgd, Hogbatch
 SYNCS = ("equal", "balanced", "hogbatch", "adaptive-hogbatch", "adaptive-sgd")
 RATIOS = ("1:4", "1:16", "1:64")
 BATCH, SMALLEST, LARGEST = 256, 16, 256
-PHASE = 0.12  # seconds of the shortest phase: some 60 times what lies between two phases
-LEAST_PHASES = 80, 40  # of the shortest and of the longest kind: a run goes on for both
+PHASE = 0.12  # seconds of the shortest phase, about 60 times the gap between two phases
+MIN_PHASES = 80, 40  # a run lasts at least this many of the shortest and of the longest phases
 EQUAL_STEPS = 4
-MOST_SAMPLES = 40_000  # a run that is not there by then has failed
+MAX_SAMPLES = 40_000  # a run that has not reached the target by then has failed
 
 
 class ToTarget:
-    """A hook that notes when the loss over the whole training set is low enough, and ends the run then."""
+    """A hook that notes when the loss over the whole training set reaches the target, and then stops the run."""
 
-    least_s = 0.0  # a run goes on for so many seconds, that its start and end do not count for much
+    min_seconds = 0.0  # of a run, so that its start and end carry little weight
 
-    def __init__(self, problem: Problem, trainer: Trainer, least: int):
+    def __init__(self, problem: Problem, trainer: Trainer, min_samples: int):
         spare = jax.devices()[2]
         rows = jax.device_put(problem.rows, spare)
         self.loss = jax.jit(lambda params: jnp.mean(loss_fn(params, rows, None)))
-        self.problem, self.trainer, self.least, self.spare = problem, trainer, least, spare
+        self.problem, self.trainer, self.min_samples, self.spare = problem, trainer, min_samples, spare
         self.reset()
 
     def reset(self) -> None:
@@ -67,12 +67,12 @@ class ToTarget:
         loss = float(self.loss(jax.device_put(state.params, self.spare)))
         if self.seconds is None and loss <= self.problem.target:
             self.seconds, self.samples = record.seconds, record.samples
-        if self.seconds is not None and record.samples >= self.least and record.seconds >= self.least_s:
+        if self.seconds is not None and record.samples >= self.min_samples and record.seconds >= self.min_seconds:
             self.trainer.stop()
 
 
 def make_trainer(problem: Problem, sync: str, simulation: Simulation) -> Trainer:
-    """CPUs start at their smallest batch and GPUs at their largest, as published."""
+    """A trainer of two workers; as published, the CPU starts at its smallest batch and the GPU at its largest."""
     common = {"batches": [SMALLEST, LARGEST], "smallest": SMALLEST}
     syncs: dict[str, Callable[[], Any]] = {
         "hogbatch": lambda: Hogbatch(**common),
@@ -80,35 +80,35 @@ def make_trainer(problem: Problem, sync: str, simulation: Simulation) -> Trainer
         "adaptive-sgd": lambda: AdaptiveSgd(**common, mega_batch=4 * BATCH),
     }
     stepped = {"controller": sync, "engine": Chunked(rungs=[1, 4, 16, 64, 256])}
-    how = {"sync": syncs[sync]()} if sync in syncs else stepped
+    options = {"sync": syncs[sync]()} if sync in syncs else stepped
     devices = jax.devices()[:2]
-    return Trainer(loss_fn, optax.sgd(problem.rate), batch_size=BATCH, devices=devices, speeds=simulation, **how)
+    return Trainer(loss_fn, optax.sgd(problem.rate), batch_size=BATCH, devices=devices, speeds=simulation, **options)
 
 
 def row_time(ratio: float) -> float:
-    """Seconds of a row at speed 1, such that neither worker's shortest phase is below PHASE."""
+    """Seconds per row at speed 1, such that neither worker's shortest phase is below PHASE."""
     return max(PHASE / SMALLEST, PHASE * ratio / LARGEST)
 
 
-def least_seconds(ratio: float) -> float:
-    """That one worker waits for the other's last batch at the end is not to count for much."""
+def min_seconds(ratio: float) -> float:
+    """Seconds of a run, long enough that the wait for the other worker's last batch carries little weight."""
     longest = row_time(ratio) * max(SMALLEST, LARGEST / ratio)
-    return max(LEAST_PHASES[0] * PHASE, LEAST_PHASES[1] * longest)
+    return max(MIN_PHASES[0] * PHASE, MIN_PHASES[1] * longest)
 
 
-def told(sync: str, history: History, there: ToTarget) -> dict[str, Any]:
+def run_figures(history: History, target: ToTarget) -> dict[str, Any]:
     """The figures of one run."""
     if history.more:
         utilization, share, updates = (history.more[key] for key in ("utilization", "update_share", "updates"))
-    else:  # all workers take part in every update
-        kept = history.records[len(history.records) // 3 :]  # the controller has to see a step first
+    else:  # synchronous: every worker contributes to every update
+        kept = history.records[len(history.records) // 3 :]  # the controller needs timings first
         times = np.array([record.times_W for record in kept])
         utilization = (np.nansum(times, axis=0) / sum(record.step_time for record in kept)).tolist()
         share, updates = [0.5, 0.5], len(history.records)
     return {
         "utilization": min(utilization),
-        "time_to_target_s": there.seconds,
-        "samples_to_target": there.samples,
+        "time_to_target_s": target.seconds,
+        "samples_to_target": target.samples,
         "update_share": share,
         "utilization_per_worker": utilization,
         "updates": updates,
@@ -117,18 +117,18 @@ def told(sync: str, history: History, there: ToTarget) -> dict[str, Any]:
     }
 
 
-def bench(problem: Problem, ratios: list[str], seeds: int, say: Callable[[str], None]) -> dict[str, dict[str, Any]]:
-    """Medians over the seeds, by ratio and sync. One trainer per sync: its programs serve all ratios and seeds."""
+def bench(problem: Problem, ratios: list[str], seeds: int, log: Callable[[str], None]) -> dict[str, dict[str, Any]]:
+    """Medians over the seeds, by ratio and sync. One trainer per sync: ratios and seeds share its programs."""
     found: dict[str, dict[str, list[dict[str, Any]]]] = {ratio: {sync: [] for sync in SYNCS} for ratio in ratios}
     source = MemorySource(problem.rows)
     for sync in (*SYNCS[1:], "equal"):
         simulation = Simulation(constant([1.0, 1.0]), row_time=1.0)
         with make_trainer(problem, sync, simulation) as trainer:
-            hook = ToTarget(problem, trainer, least=12 * BATCH)
+            hook = ToTarget(problem, trainer, min_samples=12 * BATCH)
             for ratio in ratios:
                 speed = float(ratio.partition(":")[2])
                 simulation.trace, simulation.row_time = constant([1.0, speed]), row_time(speed)
-                hook.least_s = least_seconds(speed)
+                hook.min_seconds = min_seconds(speed)
                 uncharged = {}
                 if sync == "balanced":
                     trainer.controller = controllers.make(sync)
@@ -138,24 +138,24 @@ def bench(problem: Problem, ratios: list[str], seeds: int, say: Callable[[str], 
                     simulation.phases = simulation.overruns = 0
                     trainer.seed = seed
                     hook.reset()
-                    steps = EQUAL_STEPS if sync == "equal" else MOST_SAMPLES // BATCH
+                    steps = EQUAL_STEPS if sync == "equal" else MAX_SAMPLES // BATCH
                     state = trainer.init(problem.params(seed))
                     _, history = trainer.fit(state, source, steps=steps, hooks=[hook])
-                    found[ratio][sync].append(told(sync, history, hook) | uncharged)
+                    found[ratio][sync].append(run_figures(history, hook) | uncharged)
                     seconds, busy = hook.seconds or np.nan, found[ratio][sync][-1]["utilization"]
-                    say(f"{ratio} {sync}, seed {seed}: target after {seconds:.1f} s, busy {busy:.1%}")
+                    log(f"{ratio} {sync}, seed {seed}: target after {seconds:.1f} s, busy {busy:.1%}")
                 if sync == "equal":
                     found[ratio][sync] = as_balanced(found[ratio][sync][0], found[ratio]["balanced"])
-    return {ratio: {sync: summed(runs) | derived(sync) for sync, runs in of.items()} for ratio, of in found.items()}
-
-
-def derived(sync: str) -> dict[str, Any]:
-    """That equal counts were run for some steps of one seed only: the rest follows from the balanced runs."""
-    return {"derived": True, "steps_run": EQUAL_STEPS} if sync == "equal" else {}
+    # Equal counts ran for a few steps of one seed only; the rest is derived from the balanced runs.
+    derived = {"equal": {"derived": True, "steps_run": EQUAL_STEPS}}
+    return {
+        ratio: {sync: medians(runs) | derived.get(sync, {}) for sync, runs in by_sync.items()}
+        for ratio, by_sync in found.items()
+    }
 
 
 def as_balanced(equal: dict[str, Any], balanced: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The steps of the balanced runs, each as long as the equal one's."""
+    """The figures of equal counts: the steps of the balanced runs, each as long as a step of equal counts."""
     steps = [None if run["samples_to_target"] is None else run["samples_to_target"] / BATCH for run in balanced]
     return [
         equal
@@ -165,24 +165,25 @@ def as_balanced(equal: dict[str, Any], balanced: list[dict[str, Any]]) -> list[d
     ]
 
 
-def summed(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the seeds; a target that one of them missed counts as missed."""
+def medians(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians over the seeds; a target missed by one seed counts as missed."""
 
-    def middle(key: str) -> Any:
+    def median(key: str) -> Any:
         values = [run[key] for run in runs]
         if any(value is None for value in values):
             return None
         return np.median(np.array(values, float), axis=0).tolist()
 
-    return {key: middle(key) for key in runs[0]} | {"seeds": len(runs)}
+    return {key: median(key) for key in runs[0]} | {"seeds": len(runs)}
 
 
-def table(name: str, found: dict[str, dict[str, Any]], console: Console) -> None:
+def print_table(name: str, found: dict[str, dict[str, Any]], console: Console) -> None:
+    """Prints the figures of one problem, and which sync to use at each ratio."""
     shown = Table(title=f"{name}: to the target", title_justify="left", box=None, padding=(0, 2), pad_edge=False)
     for column in ("speeds", "sync", "busy", "seconds", "samples", "updates", "CPU's"):
         shown.add_column(column, justify="left" if column in ("speeds", "sync") else "right", no_wrap=True)
-    for ratio, of in found.items():
-        for sync, figures in of.items():
+    for ratio, by_sync in found.items():
+        for sync, figures in by_sync.items():
             seconds, samples = figures["time_to_target_s"], figures["samples_to_target"]
             shown.add_row(
                 ratio if sync == SYNCS[0] else "",
@@ -194,26 +195,30 @@ def table(name: str, found: dict[str, dict[str, Any]], console: Console) -> None
                 "all" if sync in SYNCS[:2] else f"{figures['update_share'][0]:.0%}",
             )
     console.print(shown)
-    console.print("busy: of the less busy worker; CPU's: share of the updates by the CPU-like one.", highlight=False)
-    console.print("equal: from some of its steps and the number that balanced took.", highlight=False)
-    first = ", ".join(f"{of['balanced']['uncharged_s']:.1f} s at {ratio}" for ratio, of in found.items())
+    console.print(
+        "busy: utilization of the less busy worker; CPU's: share of updates by the slower worker.", highlight=False
+    )
+    console.print(
+        f"equal: derived from {EQUAL_STEPS} of its steps and the number of steps of balanced.", highlight=False
+    )
+    first = ", ".join(f"{by_sync['balanced']['uncharged_s']:.1f} s at {ratio}" for ratio, by_sync in found.items())
     console.print(f"balanced: without its first two steps, of equal counts ({first}).", highlight=False)
-    for ratio, of in found.items():
-        console.print(verdict(ratio, of), soft_wrap=True, highlight=False)
+    for ratio, by_sync in found.items():
+        console.print(verdict(ratio, by_sync), soft_wrap=True, highlight=False)
 
 
-def verdict(ratio: str, of: dict[str, Any]) -> str:
-    """Which one to use, in a sentence."""
-    seconds = {sync: f["time_to_target_s"] for sync, f in of.items() if f["time_to_target_s"] is not None}
+def verdict(ratio: str, by_sync: dict[str, Any]) -> str:
+    """A sentence on which sync to use."""
+    seconds = {sync: f["time_to_target_s"] for sync, f in by_sync.items() if f["time_to_target_s"] is not None}
     balanced = seconds.pop("balanced", None)
-    rivals = {sync: s for sync, s in seconds.items() if sync != "equal"}
-    if not rivals and balanced is None:
+    asynchronous = {sync: s for sync, s in seconds.items() if sync != "equal"}
+    if not asynchronous and balanced is None:
         return f"{ratio}: no training reached the target."
-    if not rivals or balanced is None:
-        return f"{ratio}: {'only asynchronous' if rivals else 'no asynchronous'} training reached the target."
-    best = min(rivals, key=lambda sync: rivals[sync])
-    gain = rivals[best] / balanced
-    both = f"{balanced:.1f} s to the target, {best}, the best of the asynchronous ones, {rivals[best]:.1f} s"
+    if not asynchronous or balanced is None:
+        return f"{ratio}: {'only asynchronous' if asynchronous else 'no asynchronous'} training reached the target."
+    best = min(asynchronous, key=lambda sync: asynchronous[sync])
+    gain = asynchronous[best] / balanced
+    both = f"{balanced:.1f} s to the target, {best}, the best asynchronous one, {asynchronous[best]:.1f} s"
     if gain > 1.02:
         return f"{ratio}: balanced synchronous training is the better choice: {both} ({gain:.2f} times as long)."
     if gain > 0.98:
@@ -230,33 +235,35 @@ def main(
     """Compare synchronous and asynchronous training.
 
     Args:
-        json_file: write the figures to this file (--json FILE): by ratio and sync, those of the digits; those of the
-            sparse set are in "sparse".
-        seeds: of parameters and of the order of samples, of which the medians are told.
-        ratios: of the two workers' speeds.
+        json_file: write the figures to this file (--json FILE), by ratio and sync; those of the sparse features are
+            under "sparse".
+        seeds: number of seeds, for parameters and sample order; medians are reported.
+        ratios: speeds of the two workers.
         quick: a smoke test of under a minute: one ratio, one seed, the digits only.
     """
-    fake_devices(3)  # two workers, and one for evaluations
+    fake_devices(3)  # two workers, and one to evaluate on
     console, progress = Console(), Console(stderr=True)
-    say = lambda text: progress.print(text, highlight=False)
+    log = lambda text: progress.print(text, highlight=False)
     if quick:
         seeds, ratios = 1, ("1:16",)
-    found = bench(digits(), list(ratios), seeds, say)
-    table("Digits", found, console)
+    found = bench(digits(), list(ratios), seeds, log)
+    print_table("Digits", found, console)
     if not quick:
-        other = bench(sparse(), list(ratios), seeds, say)
-        table("Sparse features", other, console)
-        for ratio, of in other.items():
-            for sync, figures in of.items():
+        on_sparse = bench(sparse(), list(ratios), seeds, log)
+        print_table("Sparse features", on_sparse, console)
+        for ratio, by_sync in on_sparse.items():
+            for sync, figures in by_sync.items():
                 found[ratio][sync]["sparse"] = figures
     if json_file is not None:
         json_file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    said = f"Two equal workers against one: {simulated_speed_up():.2f} times the samples/s with simulated speeds"
+    summary = f"Two equal workers against one: {simulated_speed_up():.2f} times the samples/s with simulated speeds"
     for phase in () if quick else PHASES:
         real = real_speed_up(phase)
-        said += f"; {real['hogbatch']:.2f} times with real ones, a core each, in phases of {phase} s (two bare threads "
-        said += f"{real['bare']:.2f} times)"
-    console.print(f"{said}.", soft_wrap=True, highlight=False)
+        summary += (
+            f"; {real['hogbatch']:.2f} times with real ones, a core each, in phases of {phase} s (two bare threads "
+        )
+        summary += f"{real['bare']:.2f} times)"
+    console.print(f"{summary}.", soft_wrap=True, highlight=False)
 
 
 if __name__ == "__main__":

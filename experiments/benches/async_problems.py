@@ -1,4 +1,4 @@
-"""Two small problems for bench_async.py: the digits, and a made-up set with few non-zero features."""
+"""Two small problems for bench_async.py: the digits, and synthetic sparse features."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hetjax.data import digits_source
 
 @dataclass(frozen=True)
 class Problem:
-    """Data, the widths of an MLP, and what to reach with which learning rate."""
+    """Data, the layer widths of an MLP, the learning rate, and the target loss."""
 
     rows: dict[str, np.ndarray]
     widths: tuple[int, ...]
@@ -23,12 +23,14 @@ class Problem:
     target: float
 
     def params(self, seed: int) -> list[dict[str, jax.Array]]:
+        """Initial parameters."""
         keys = jax.random.split(jax.random.key(seed), len(self.widths) - 1)
         layers = zip(keys, pairwise(self.widths), strict=True)
         return [{"w": jax.random.normal(k, (a, b)) * (2 / a) ** 0.5, "b": jnp.zeros(b)} for k, (a, b) in layers]
 
 
 def loss_fn(params: list[dict[str, jax.Array]], batch: dict[str, jax.Array], keys: jax.Array) -> jax.Array:
+    """Cross entropy of each example."""
     x = batch["x"]
     for layer in params[:-1]:
         x = jax.nn.relu(x @ layer["w"] + layer["b"])
@@ -36,6 +38,7 @@ def loss_fn(params: list[dict[str, jax.Array]], batch: dict[str, jax.Array], key
 
 
 def digits() -> Problem:
+    """The 8 x 8 digits."""
     source = digits_source("train")
     batch = source.rows(np.arange(len(source)))
     rows = {"x": batch["image"].reshape(len(source), -1), "y": batch["label"]}
@@ -43,10 +46,10 @@ def digits() -> Problem:
 
 
 def sparse(samples: int = 4096, features: int = 512, seed: int = 0) -> Problem:
-    """Like text: some 2% of the features are there, common ones more often, and few of them matter."""
+    """Like text: about 2% of the features are non-zero, with power-law frequencies, and 30% of them matter."""
     rng = np.random.default_rng(seed)
-    often = np.clip(0.3 / np.arange(1, features + 1) ** 0.7, 0, 0.5)
-    x = (rng.random((samples, features)) < often) * rng.lognormal(0, 0.3, (samples, features))
+    frequency = np.clip(0.3 / np.arange(1, features + 1) ** 0.7, 0, 0.5)
+    x = (rng.random((samples, features)) < frequency) * rng.lognormal(0, 0.3, (samples, features))
     score = x @ (rng.normal(size=features) * (rng.random(features) < 0.3))
     y = (score + 0.1 * rng.normal(size=samples) > 0).astype(np.int32)
     return Problem({"x": x.astype(np.float32), "y": y}, (features, 16, 2), rate=1.0, target=0.6)

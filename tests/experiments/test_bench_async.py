@@ -1,32 +1,32 @@
-"""The bench of asynchronous training: its definitions by hand, and a short run from end to end."""
+"""The benchmark of asynchronous training: its definitions by hand, and a short run end to end."""
 
 import json
 from dataclasses import replace
 
 import bench_async
 import pytest
-from bench_async import SYNCS, as_balanced, row_time, summed, verdict
+from bench_async import SYNCS, as_balanced, medians, row_time, verdict
 from benches.async_problems import digits
 
 
-def test_no_phase_is_shorter_than_promised():
+def test_the_shortest_phase_lasts_as_long_as_stated():
     for ratio in (4, 16, 64):
         slow, fast = bench_async.SMALLEST * row_time(ratio), bench_async.LARGEST * row_time(ratio) / ratio
         assert min(slow, fast) == pytest.approx(bench_async.PHASE)
 
 
-def test_medians_over_the_seeds_and_a_target_missed_once_is_missed():
+def test_medians_over_seeds_and_a_target_missed_once_is_missed():
     runs = [
         {"time_to_target_s": 3.0, "update_share": [0.2, 0.8]},
         {"time_to_target_s": 1.0, "update_share": [0.4, 0.6]},
         {"time_to_target_s": 2.0, "update_share": [0.3, 0.7]},
     ]
-    assert summed(runs) == {"time_to_target_s": 2.0, "update_share": [0.3, 0.7], "seeds": 3}
+    assert medians(runs) == {"time_to_target_s": 2.0, "update_share": [0.3, 0.7], "seeds": 3}
     runs[1]["time_to_target_s"] = None
-    assert summed(runs)["time_to_target_s"] is None
+    assert medians(runs)["time_to_target_s"] is None
 
 
-def test_equal_counts_take_the_balanced_runs_steps_at_their_own_speed():
+def test_equal_counts_take_the_steps_of_the_balanced_run_at_their_own_speed():
     equal = {"step_time": 0.5, "utilization": 0.1, "samples_to_target": None, "time_to_target_s": None, "updates": 4}
     balanced = [{"samples_to_target": 2560, "updates": 12}, {"samples_to_target": None, "updates": 99}]
     first, second = as_balanced(equal, balanced)
@@ -45,12 +45,12 @@ def test_equal_counts_take_the_balanced_runs_steps_at_their_own_speed():
         ({"balanced": None, "hogbatch": None}, "no training reached"),
     ],
 )
-def test_the_table_says_what_to_use(seconds, words):
+def test_the_verdict_names_the_better_choice(seconds, words):
     assert words in verdict("1:4", {sync: {"time_to_target_s": s} for sync, s in seconds.items()})
 
 
 @pytest.mark.slow
-def test_a_short_bench_from_end_to_end(tmp_path, monkeypatch, capsys):
+def test_a_short_benchmark_end_to_end(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench_async, "PHASE", 0.004)
     monkeypatch.setattr(bench_async, "digits", lambda: replace(easy, target=1.9))
     monkeypatch.setattr(bench_async, "simulated_speed_up", lambda: 2.0)

@@ -1,4 +1,4 @@
-"""The main job without a barrier, from its flags to its run folder: what is written, stopped and resumed."""
+"""Asynchronous training by command line: run folder, replay, and stopping and resuming."""
 
 import json
 import os
@@ -22,13 +22,13 @@ def read(path):
 
 
 @pytest.fixture
-def no_pictures(monkeypatch, tmp_path):
-    """Pictures take longer than these runs, and have tests of their own."""
-    drawn = ReportFiles((tmp_path / "run.png",), tmp_path / "report.html")
-    monkeypatch.setattr(train.watch, "report", lambda *_, **__: drawn)
+def no_plots(monkeypatch, tmp_path):
+    """Plots take longer than these runs, and have their own tests."""
+    files = ReportFiles((tmp_path / "run.png",), tmp_path / "report.html")
+    monkeypatch.setattr(train.report, "report", lambda *_, **__: files)
 
 
-def test_a_run_fills_its_folder_and_shows_its_workers(tmp_path, capsys):
+def test_a_run_fills_its_folder_and_prints_its_summary(tmp_path, capsys):
     assert train.main([*TINY, "--sync", "adaptive-hogbatch", "--epochs", "2", "--out", str(tmp_path)]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {
         "config.json", "metrics.jsonl", "summary.json", "log.txt", "checkpoints", "run.png", "run.svg", "report.html",
@@ -40,13 +40,13 @@ def test_a_run_fills_its_folder_and_shows_its_workers(tmp_path, capsys):
     assert sum(summary["update_share"]) == pytest.approx(1)
     assert sum(summary["staleness"].values()) == summary["updates"] == np.nansum(run.updates_SxW)
     assert all(0 < share <= 1.01 for share in summary["utilization"])
-    told = capsys.readouterr().out
-    assert "accuracy" in told
-    assert "updates " in told
+    printed = capsys.readouterr().out
+    assert "accuracy" in printed
+    assert "updates " in printed
     assert "utilization per worker" in (tmp_path / "report.html").read_text()
 
 
-def test_a_replay_is_the_same_run_again(tmp_path, no_pictures):
+def test_a_replay_repeats_the_run(tmp_path, no_plots):
     runs = []
     for name in ("one", "two"):
         flags = [*TINY, "--strategy", "adaptive-hogbatch", "--replay", "3", "--speeds", "1,8", "--epochs", "1"]
@@ -56,32 +56,18 @@ def test_a_replay_is_the_same_run_again(tmp_path, no_pictures):
     np.testing.assert_array_equal(runs[0].counts_SxW, runs[1].counts_SxW)
 
 
-def test_ctrl_c_leaves_a_checkpoint_within_two_seconds_and_the_run_goes_on(tmp_path, capsys, no_pictures):
-    """The slow worker's phases last a minute: nobody waits for them."""
-    asked = []
+def test_ctrl_c_saves_a_checkpoint_without_waiting_for_phases_and_the_run_can_be_resumed(tmp_path, capsys, no_plots):
+    """A phase of the slow worker takes hours."""
 
-    def press():
-        while not (tmp_path / "metrics.jsonl").exists() or not (tmp_path / "metrics.jsonl").stat().st_size:
+    def interrupt():
+        metrics = tmp_path / "metrics.jsonl"
+        while not metrics.exists() or not metrics.stat().st_size:
             time.sleep(0.02)
-        asked.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGINT)
 
-    threading.Thread(target=press, daemon=True).start()
-    flags = [
-        *TINY,
-        "--sync",
-        "hogbatch",
-        "--epochs",
-        "3",
-        "--speeds",
-        "0.0002,1",
-        "--row-time",
-        "1",
-        "--out",
-        str(tmp_path),
-    ]
-    assert train.main([*flags, "--batches", "16,64"]) == 130
-    assert time.monotonic() - asked[0] < 2
+    threading.Thread(target=interrupt, daemon=True).start()
+    flags = [*TINY, "--sync", "hogbatch", "--epochs", "3", "--batches", "16,64"]
+    assert train.main([*flags, "--speeds", "0.000001,1", "--row-time", "1", "--out", str(tmp_path)]) == 130
     assert f"--resume --out {tmp_path}" in " ".join(capsys.readouterr().out.split())
     (saved,) = (tmp_path / "checkpoints").iterdir()
     assert read(saved / "run.json")["trainer"]["sync"]["state"]["undone"] != []
