@@ -86,7 +86,7 @@ class Coordinator:
         rate: The factors on gradients and updates.
         workers: Their number.
         clock: Seconds, real or virtual.
-        step_of: Number of steps in so many samples; whenever it grows, the event carries a resume point.
+        step_of: Converts samples to whole steps; an update that completes a step carries a resume point.
     """
 
     def __init__(

@@ -42,6 +42,7 @@ from hetjax.sync.hogbatch.virtual import VirtualSchedule
 from hetjax.sync.replicas import average
 
 PerWorker = int | Sequence[int] | None  # one number for all workers, or one each
+_METRICS = "tally"  # key of the metrics in checkpoints, unchanged so that old ones load
 
 
 class Asynchronous(Sync):
@@ -165,7 +166,7 @@ class Asynchronous(Sync):
             hold=self.hold,
             replay=self.replay,
             keep_host_state=self._keep_host_state,
-            saved_metrics=resumed.get("tally", {}),
+            saved_metrics=resumed.get(_METRICS, {}),
             on_update=self.on_update,
         )
         history = History(engine=session.engine.name, transport="shared", controller=self.name, workers=len(workers))
@@ -189,7 +190,7 @@ class Asynchronous(Sync):
         return float(job.batch)
 
     def _keep_host_state(self, resume_point: ResumePoint, metrics: dict[str, Any]) -> None:
-        self._host = resume_point.host | {"tally": metrics}
+        self._host = resume_point.host | {_METRICS: metrics}
 
     def _resumed(self, state: State) -> dict[str, Any]:
         """The host state saved with this state; empty if it belongs to another one."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from hetjax import Chunked, Trainer
+from hetjax.reduce.layout import Layout, Parts, StepSums
 from hetjax.sampling.order import Sampler
 from hetjax.sync import AdaptiveHogbatch, AdaptiveSgd, Hogbatch
 from hetjax.sync.hogbatch.rules import merge_weights, moved_batches
@@ -116,6 +118,13 @@ class FakeModel:
     def apply(self, parts, scale, rate):
         self.version += 1
         return self.version, None
+
+
+def packed_sums(layout: Layout, gradient, weight: float = 1.0) -> Parts:
+    """A worker's sums with this summed gradient of "w"."""
+    one = jnp.ones(())
+    sums = StepSums({"w": jnp.asarray(gradient, np.float32)}, (), one, weight * one, one, {})
+    return tuple(part[None] for part in layout.pack(sums))
 
 
 def covered(log, size: int) -> list[int]:

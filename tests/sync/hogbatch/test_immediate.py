@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from async_problem import FakeModel
+from async_problem import FakeModel, packed_sums
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetjax.reduce.layout import Layout, StepSums
+from hetjax.reduce.layout import Layout
 from hetjax.sampling.ranges import Range
 from hetjax.sync.base import Rule
 from hetjax.sync.hogbatch.family import home_device
@@ -23,9 +23,7 @@ LAYOUT = Layout.of(SHAPE, (), ())
 
 
 def sums(gradient, weight=1.0):
-    one = jnp.ones(())
-    made = StepSums({"w": jnp.full(3, float(gradient))}, (), one, weight * one, one, {})
-    return tuple(part[None] for part in LAYOUT.pack(made))
+    return packed_sums(LAYOUT, np.full(3, gradient), weight)
 
 
 def model(optimizer=None):

@@ -31,20 +31,20 @@ UNEQUAL = VirtualSchedule(seed=3, speeds=(1.0, 4.0, 2.0))
 
 def run(kind, rows, *, workers=3, epochs=2, replay=UNEQUAL, log=None, batch=16, trainer=None, **options):
     sync = kind(replay=replay, on_update=None if log is None else log.append, **options)
-    with trainer_for(sync, workers, batch, **(trainer or {})) as made:
-        state, history = made.fit(made.init(initial_params()), rows, epochs=epochs)
+    with trainer_for(sync, workers, batch, **(trainer or {})) as fitted:
+        state, history = fitted.fit(fitted.init(initial_params()), rows, epochs=epochs)
     return flat(state.params), history, sync, state
 
 
 def test_a_single_worker_is_sequential_sgd():
-    made, optimizer = problem("mlp", samples=100), optax.sgd(0.1, momentum=0.9)
-    params, losses = reference_run(made, optimizer, 24, 15)
+    mlp, optimizer = problem("mlp", samples=100), optax.sgd(0.1, momentum=0.9)
+    params, losses = reference_run(mlp, optimizer, 24, 15)
     runs = []
     for sync in ("allreduce", Hogbatch(), Hogbatch(replay=0), AdaptiveHogbatch(replay=0)):
         with Trainer(
-            made.loss_fn, optimizer, batch_size=24, sync=sync, devices=jax.devices()[:1], engine=Chunked(rungs=[4, 24])
+            mlp.loss_fn, optimizer, batch_size=24, sync=sync, devices=jax.devices()[:1], engine=Chunked(rungs=[4, 24])
         ) as trainer:
-            runs.append(trainer.fit(trainer.init(made.params), made.data, epochs=3))
+            runs.append(trainer.fit(trainer.init(mlp.params), mlp.data, epochs=3))
     for state, history in runs:
         np.testing.assert_allclose(history.losses, losses, rtol=1e-5)
         assert distance(state.params, params) <= 1e-5
@@ -251,8 +251,8 @@ def test_the_gradient_scale_of_a_large_batch_is_capped():
 
 
 def test_explicit_options_take_precedence_over_faithful():
-    made = Hogbatch(faithful=True, scale_rate=True, rate_cap=2.0)
-    assert (made.scale_rate, made.rate_cap) == (True, 2.0)
+    sync = Hogbatch(faithful=True, scale_rate=True, rate_cap=2.0)
+    assert (sync.scale_rate, sync.rate_cap) == (True, 2.0)
     assert AdaptiveHogbatch(faithful=True, dead_zone=3, rate_cap=2.0).dead_zone == 3
     assert AdaptiveHogbatch(faithful=True).rate_cap == np.inf
 

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from async_problem import packed_sums
 
-from hetjax.reduce.layout import Layout, StepSums
+from hetjax.reduce.layout import Layout
 from hetjax.sync.base import Rule
 from hetjax.sync.hogbatch.immediate import SharedModel
 from hetjax.sync.hogbatch.scaling import is_homogeneous, scale_by_batch
@@ -24,9 +25,7 @@ def params_after(optimizer, batches, zero_batches=0):
     shared = SharedModel(layout, Rule(optimizer, None, None), core, jax.devices()[0])
     tail = [(np.zeros(size), batch) for batch in (16, 256) * (zero_batches // 2)]
     for gradient_K, batch in [*zip(np.eye(size), batches, strict=True), *tail]:
-        one = jnp.ones(())
-        made = StepSums({"w": jnp.asarray(batch * gradient_K, np.float32)}, (), one, batch * one, one, {})
-        shared.apply(tuple(part[None] for part in layout.pack(made)), batch / REFERENCE)
+        shared.apply(packed_sums(layout, batch * gradient_K, batch), batch / REFERENCE)
     return np.asarray(shared.snapshot.core[0]["w"])
 
 

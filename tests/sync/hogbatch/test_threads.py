@@ -84,8 +84,10 @@ def test_under_stress_every_replica_is_merged_once(float64):
     assert len({update.batch for update in log}) > 1  # batches moved, and compiled nothing
 
 
-@pytest.mark.parametrize("kind", FAMILY)
-@pytest.mark.parametrize("error", [RuntimeError("device lost"), SystemExit(1)])
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [*((kind, RuntimeError("device lost")) for kind in FAMILY), (Hogbatch, SystemExit(1))],  # caught in one place
+)
 def test_a_worker_that_raises_is_dropped_and_its_samples_go_to_the_others(kind, error, caplog):
     log = []
 
