@@ -19,9 +19,9 @@ from async_problem import (
     loss_fn,
     trainer_for,
 )
-from problems import distance, problem, reference_run
+from problems import Problem, distance, reference_run
 
-from hetjax import Chunked, Simulation, Trainer
+from hetjax import Chunked, Example, Simulation, Trainer
 from hetjax.sync import AdaptiveHogbatch, AdaptiveSgd, Hogbatch
 from hetjax.sync.hogbatch import VirtualSchedule
 from hetjax.zoo.tasks import make_task
@@ -37,14 +37,20 @@ def run(kind, rows, *, workers=3, epochs=2, replay=UNEQUAL, log=None, batch=16, 
 
 
 def test_a_single_worker_is_sequential_sgd():
-    mlp, optimizer = problem("mlp", samples=100), optax.sgd(0.1, momentum=0.9)
-    params, losses = reference_run(mlp, optimizer, 24, 15)
+    """With dropout, momentum, and a short batch at the end of each epoch."""
+
+    def dropout_loss(params, batch, keys):
+        keep = jax.vmap(lambda key: jax.random.bernoulli(key, 0.8, (3,)))(keys)
+        return Example(loss_fn(params, batch | {"x": batch["x"] * keep}, keys))
+
+    as_float32 = lambda tree: jax.tree.map(np.float32, tree)
+    rows, start, optimizer = as_float32(data(100)), as_float32(initial_params()), optax.sgd(0.05, momentum=0.9)
+    params, losses = reference_run(Problem(dropout_loss, start, rows), optimizer, 24, 15)
+    options = {"loss": dropout_loss, "optimizer": optimizer, "engine": Chunked(rungs=[4, 24])}
     runs = []
     for sync in ("allreduce", Hogbatch(), Hogbatch(replay=0), AdaptiveHogbatch(replay=0)):
-        with Trainer(
-            mlp.loss_fn, optimizer, batch_size=24, sync=sync, devices=jax.devices()[:1], engine=Chunked(rungs=[4, 24])
-        ) as trainer:
-            runs.append(trainer.fit(trainer.init(mlp.params), mlp.data, epochs=3))
+        with trainer_for(sync, workers=1, batch=24, **options) as trainer:
+            runs.append(trainer.fit(trainer.init(start), rows, epochs=3))
     for state, history in runs:
         np.testing.assert_allclose(history.losses, losses, rtol=1e-5)
         assert distance(state.params, params) <= 1e-5
