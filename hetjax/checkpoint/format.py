@@ -1,15 +1,17 @@
-"""The form of `run.json`: its format number, the keys it has to hold, and the types and ranges of their values."""
+"""The schema of `run.json`: format number, required keys, and the types and ranges of their values."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-FORMAT = 1  # raised with every change that older versions cannot read; 0: written before formats had numbers
+Schema = Mapping[str, tuple[Callable[[Any], bool], str]]  # key -> (is valid, what is expected)
+
+FORMAT = 1  # incremented with every change that older versions cannot read; 0: before formats were numbered
 
 
 class NewerFormat(ValueError):
-    """A checkpoint was written by a newer version, in a format that this one does not know."""
+    """A checkpoint was written by a newer version, in a format that this one cannot read."""
 
 
 def _whole(value: Any) -> bool:
@@ -32,7 +34,7 @@ def _kinds(value: Any) -> bool:
 
 
 def _outline(value: Any) -> bool:
-    """The form of `State.more`; see `hetjax.checkpoint.snapshot`."""
+    """The structure of `State.more`; see `hetjax.checkpoint.snapshot`."""
     if value is None or _whole(value):
         return True
     if not _object(value):
@@ -52,7 +54,7 @@ def _order(value: Any) -> bool:
 
 
 _COUNT = (_whole, "a whole number of at least 0")
-_RUN: dict[str, tuple[Callable[[Any], bool], str]] = {
+_RUN: Schema = {
     "step": _COUNT,
     "cursor": _COUNT,
     "replicas": _COUNT,
@@ -62,7 +64,7 @@ _RUN: dict[str, tuple[Callable[[Any], bool], str]] = {
     "trainer": (_object, "an object"),
     "extra": (_object, "an object"),
 }
-_TRAINER: dict[str, tuple[Callable[[Any], bool], str]] = {  # what `Trainer.state_dict` gives; other trainers may differ
+_TRAINER: Schema = {  # of `Trainer.state_dict`; other trainers may differ
     "batch_size": _COUNT,
     "seed": (lambda seed: isinstance(seed, int) and not isinstance(seed, bool), "a whole number"),
     "controller": (_object, "an object"),
@@ -75,7 +77,7 @@ _TRAINER: dict[str, tuple[Callable[[Any], bool], str]] = {  # what `Trainer.stat
 
 
 def check_run(run: Any) -> None:
-    """Check what was read from `run.json`.
+    """Check the contents of `run.json`.
 
     Raises:
         NewerFormat: its format number is higher than `FORMAT`.
@@ -88,7 +90,7 @@ def check_run(run: Any) -> None:
     if number > FORMAT:
         raise NewerFormat(
             f"it has format {number} and this version of hetjax reads up to {FORMAT}. Update hetjax, or resume from a "
-            "folder that this version has written"
+            "folder written by this version"
         )
     if missing := _RUN.keys() - run.keys():
         raise ValueError(f"run.json lacks {', '.join(sorted(missing))}")
@@ -98,11 +100,11 @@ def check_run(run: Any) -> None:
         raise ValueError(f"run.json names {len(run['arrays'])} arrays and describes {len(run['kinds'])}")
 
 
-def _check(values: Mapping[str, Any], form: Mapping[str, tuple[Callable[[Any], bool], str]], within: str) -> None:
-    for name in form.keys() & values.keys():
-        fits, expected = form[name]
-        if not fits(values[name]):
-            raise ValueError(f"{within}{name} is {_short(values[name])}, expected {expected}")
+def _check(values: Mapping[str, Any], schema: Schema, prefix: str) -> None:
+    for name in schema.keys() & values.keys():
+        is_valid, expected = schema[name]
+        if not is_valid(values[name]):
+            raise ValueError(f"{prefix}{name} is {_short(values[name])}, expected {expected}")
 
 
 def _short(value: Any) -> str:
