@@ -97,10 +97,10 @@ def host_copy(leaf: Any) -> np.ndarray | None:
     """
     if isinstance(leaf, jax.Array) and not (leaf.is_fully_replicated or leaf.is_fully_addressable):
         with expected():
-            whole = multihost_utils.process_allgather(leaf, tiled=True)
+            gathered = multihost_utils.process_allgather(leaf, tiled=True)
     else:
-        whole = leaf if jax.process_index() == 0 else None
-    return np.array(whole) if jax.process_index() == 0 else None
+        gathered = leaf if jax.process_index() == 0 else None
+    return np.array(gathered) if jax.process_index() == 0 else None
 
 
 def broadcast_bytes(content: bytes | None) -> bytes:

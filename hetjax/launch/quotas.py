@@ -117,11 +117,6 @@ class CpuQuota:
         """The processes in the group."""
         return [int(line) for line in (self.path / "cgroup.procs").read_text().split()]
 
-    def throttled_s(self) -> float:
-        """Seconds for which the group's threads have been throttled so far."""
-        stat = dict(line.split() for line in (self.path / "cpu.stat").read_text().splitlines())
-        return int(stat["throttled_usec"]) / 1e6 if "throttled_usec" in stat else int(stat["throttled_time"]) / 1e9
-
     def remove(self) -> None:
         """Remove the group; its remaining processes move to the parent group, without a limit."""
         with suppress(FileNotFoundError):

@@ -94,7 +94,7 @@ def test_a_missing_key_is_named(two, key):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (("step", "x"), "step is 'x', expected a whole number of at least 0"),
+        (("step", "x"), "step is 'x', expected a non-negative integer"),
         (("step", 2.5), "step is 2.5"),
         (("step", True), "step is True"),
         (("cursor", -5), "cursor is -5"),

@@ -43,7 +43,7 @@ def test_random_stops_and_other_numbers_of_workers(tmp_path):
     seed = 3
     print("seed", seed)
     rng = np.random.default_rng(seed)
-    whole, last = run(tmp_path / "whole", 1, 75)
+    uninterrupted, last = run(tmp_path / "uninterrupted", 1, 75)
     stops = np.sort(rng.choice(np.arange(2, 25), 2, replace=False))
     parts = [(3, int(stops[0])), (2, int(stops[1] - stops[0])), (4, 75 - int(stops[1]))]
     records = []
@@ -51,8 +51,8 @@ def test_random_stops_and_other_numbers_of_workers(tmp_path):
         more, state = run(tmp_path / "parts", workers, steps, controller=SaveableRandomPlans(number))
         records += more
     assert [record.step for record in records] == list(range(1, 76))
-    np.testing.assert_allclose([r.loss for r in records], [r.loss for r in whole], rtol=1e-4)
-    assert check_epochs(samples(records), SAMPLES) == check_epochs(samples(whole), SAMPLES) == 7
+    np.testing.assert_allclose([r.loss for r in records], [r.loss for r in uninterrupted], rtol=1e-4)
+    assert check_epochs(samples(records), SAMPLES) == check_epochs(samples(uninterrupted), SAMPLES) == 7
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), state.core, last.core)
 
 
@@ -60,10 +60,10 @@ def test_random_stops_and_other_numbers_of_workers(tmp_path):
 def test_shards_continue_within_an_epoch(tmp_path):
     """With the same number of workers the run is the same; otherwise the remaining samples are distributed anew."""
     options = {"partition": "proportional", "controller": "equal"}
-    whole, _ = run(tmp_path / "whole", 3, 23, **options)
+    uninterrupted, _ = run(tmp_path / "uninterrupted", 3, 23, **options)
     first, _ = run(tmp_path / "parts", 3, 13, **options)
     second, _ = run(tmp_path / "parts", 3, 4, **options)
-    np.testing.assert_allclose([r.loss for r in first + second], [r.loss for r in whole[:17]], rtol=1e-4)
+    np.testing.assert_allclose([r.loss for r in first + second], [r.loss for r in uninterrupted[:17]], rtol=1e-4)
     third, _ = run(tmp_path / "parts", 2, 6, **{**options, "controller": "dbs"})
     assert check_epochs(samples(first + second + third), SAMPLES) == 2
     assert third[0].counts_W.shape == (2,)

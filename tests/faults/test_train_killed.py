@@ -27,7 +27,7 @@ def test_elastic_train_continues_after_a_kill_of_process_0(sandbox):
     flags = ["--model", "mlp", "--width", "8", "--optimizer", "sgd", "--learning-rate", "0.02", "--batch-size", "170"]
     flags += ["--strategy", "balanced", "--steps", str(steps)]
     workers = ["--speeds", "0.5,1,0.7", "--row-time", "0.2", "--capacity", "50,100,70"]
-    whole, folder = sandbox.folder / "whole", sandbox.folder / "run"
+    reference, folder = sandbox.folder / "reference", sandbox.folder / "run"
     run = Run(
         sandbox, folder / "metrics.jsonl", "--processes", 3, "--elastic", "--grace", 1, "--",
         TRAIN, *flags, *workers, "--save-steps", 5, "--out", folder,
@@ -35,10 +35,10 @@ def test_elastic_train_continues_after_a_kill_of_process_0(sandbox):
     run.wait_for_rows(int(rng.integers(8, 40)))
     run.send_signal(0, signal.SIGKILL)
     run.wait_for_restart()
-    assert train.main([*flags, "--devices", "1", "--speeds", "real", "--out", str(whole)]) == 0
+    assert train.main([*flags, "--devices", "1", "--speeds", "real", "--out", str(reference)]) == 0
     assert run.end() == 0, run.err
     assert any("goes on after step" in line for line in run.out)
-    resumed, uninterrupted = read_run(folder), read_run(whole)
+    resumed, uninterrupted = read_run(folder), read_run(reference)
     np.testing.assert_allclose(resumed.loss_S, uninterrupted.loss_S, rtol=1e-4)
     assert resumed.samples_S[-1] == uninterrupted.samples_S[-1] == 6 * 1438 + 6 * 170
     assert run.rows()[-1]["counts"] == [100, 70]
@@ -54,7 +54,7 @@ def test_the_remaining_daso_node_continues_after_a_kill(sandbox):
     print(f"seed {seed}")
     flags = ["--model", "mlp", "--width", "8", "--optimizer", "sgd", "--learning-rate", "0.02", "--batch-size", "100"]
     flags += ["--sync", "daso", "--controller", "equal", "--epochs", str(epochs)]
-    whole, folder = sandbox.folder / "whole", sandbox.folder / "run"
+    reference, folder = sandbox.folder / "reference", sandbox.folder / "run"
     run = Run(
         sandbox, folder / "metrics.jsonl",
         "--processes", 2, "--elastic", "--grace", 1, "--", TRAIN, *flags, "--save-steps", 7, "--out", folder,
@@ -62,10 +62,10 @@ def test_the_remaining_daso_node_continues_after_a_kill(sandbox):
     run.wait_for_rows(int(rng.integers(5 * 15, 8 * 15)))  # past the warm-up, in which nodes synchronize in every step
     run.send_signal(1, signal.SIGKILL)
     run.wait_for_restart()
-    assert train.main([*flags, "--devices", "2", "--speeds", "real", "--out", str(whole)]) == 0
+    assert train.main([*flags, "--devices", "2", "--speeds", "real", "--out", str(reference)]) == 0
     assert run.end() == 0, run.err
     assert any("goes on after step" in line for line in run.out)
-    resumed, uninterrupted = (json.loads((each / "summary.json").read_text()) for each in (folder, whole))
+    resumed, uninterrupted = (json.loads((each / "summary.json").read_text()) for each in (folder, reference))
     assert (resumed["steps"], resumed["samples"], resumed["workers"]) == (epochs * 15, epochs * 1438, 1)
     assert resumed["test_loss"] == pytest.approx(uninterrupted["test_loss"], rel=0.15)
     assert abs(resumed["test_accuracy"] - uninterrupted["test_accuracy"]) < 0.05
