@@ -12,6 +12,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
+    """Set up this process and replace it with the program."""
     launcher, group, cores, *command = sys.argv[1:]
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
