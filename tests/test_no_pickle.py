@@ -1,4 +1,4 @@
-"""Nothing from outside is ever unpickled, as that can run any code: no such module, and np.load only without."""
+"""Nothing is ever unpickled, as a pickle can run any code: no such module is imported, and np.load refuses pickles."""
 
 import ast
 from pathlib import Path
@@ -10,27 +10,21 @@ FILES = sorted([*(ROOT / "hetjax").rglob("*.py"), *(ROOT / "experiments").rglob(
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 
 
-def unpicklings(code):
-    """Lines that import something that unpickles, or load arrays without saying that they hold no objects."""
+def unpickling_lines(code):
+    """Lines that import a module that unpickles, or call np.load without allow_pickle=False."""
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             module = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             names = {name.split(".")[0] for name in [*module, *(alias.name for alias in node.names)]}
             if names & UNPICKLERS:
                 yield node.lineno
-        elif (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and ast.unparse(node.func.value)
-            in (
-                "np",
-                "numpy",
-            )
-        ):
-            said = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-            if node.func.attr == "load" and said.get("allow_pickle") != "False":
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if ast.unparse(node.func.value) not in ("np", "numpy"):
+                continue
+            keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            if node.func.attr == "load" and keywords.get("allow_pickle") != "False":
                 yield node.lineno
-            if said.get("allow_pickle") == "True":
+            if keywords.get("allow_pickle") == "True":
                 yield node.lineno
 
 
@@ -45,11 +39,11 @@ def unpicklings(code):
         ("np.load(path, allow_pickle=False)\njson.load(file)", []),
     ],
 )
-def test_the_search_finds_what_it_should(code, lines):
-    assert list(unpicklings(code)) == lines
+def test_the_search_itself(code, lines):
+    assert list(unpickling_lines(code)) == lines
 
 
-def test_no_file_unpickles_anything():
+def test_no_file_unpickles():
     assert len(FILES) > 80
-    found = {f"{path.relative_to(ROOT)}:{line}" for path in FILES for line in unpicklings(path.read_text())}
+    found = {f"{path.relative_to(ROOT)}:{line}" for path in FILES for line in unpickling_lines(path.read_text())}
     assert not found

@@ -1,14 +1,14 @@
-"""Checkpoints: everything a run is made of, written beside the training, checked before it is used.
+"""Checkpoints: the complete state of a run, written in the background and verified before use.
 
     saver = checkpoint.Saver("run/checkpoints", trainer, seconds=60)
     found = checkpoint.restore_latest("run/checkpoints", trainer.init(params), trainer)
     with saver:
         trainer.fit(found.state, source, epochs=10, hooks=[saver])
 
-DIR/step_00000120/ holds `arrays/` (parameters, optimizer, model state, average and what a sync keeps, by Orbax),
-`run.json` (format number, step, cursor, what the trainer remembers of controller, sync and order, and whatever the
-caller adds) and `manifest.json`, the SHA-256 of every other file, written last. Nothing in it is ever unpickled. All of
-it is checked when it is read; checkpoints of older formats can be read, those of a newer one are refused.
+DIR/step_00000120/ holds `arrays/` (parameters, optimizer state, model state, moving average and the sync's state, by
+Orbax), `run.json` (format number, step, cursor, the trainer's state_dict and the caller's additions) and
+`manifest.json`, the SHA-256 of every other file, written last. Nothing is ever unpickled. Everything is checked when it
+is read; older formats can be read, newer ones are refused.
 """
 
 from hetjax.checkpoint.folder import Damaged, latest

@@ -1,9 +1,4 @@
-"""What is in the folder of one checkpoint: the arrays by Orbax, the rest as JSON.
-
-The arrays of a checkpoint, by Orbax in this process alone; a write that fails is raised, not printed.
-
-What is in the folder of one checkpoint: the arrays by Orbax, the rest as JSON.
-"""
+"""The files of one checkpoint: `arrays/` by Orbax, everything else in `run.json`."""
 
 from __future__ import annotations
 
@@ -22,25 +17,63 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetjax.checkpoint.folder import Damaged, check
+from hetjax.checkpoint.folder import Damaged, verify
 from hetjax.checkpoint.format import FORMAT, NewerFormat, check_run
 from hetjax.checkpoint.snapshot import RunSnapshot
 
+_RUN, _ARRAYS = "run.json", "arrays"
 
-def load() -> None:
-    """Import what saving needs: that takes a while, and is better done before the first step."""
+
+def write_snapshot(folder: Path, snapshot: RunSnapshot) -> None:
+    """Write a snapshot's files to a new folder."""
+    stored = {_name(i): array for i, array in enumerate(snapshot.arrays) if array.size}  # Orbax takes no empty arrays
+    write_arrays(folder / _ARRAYS, stored)
+    kinds = [[array.dtype.name, array.shape] for array in snapshot.arrays]
+    (folder / _RUN).write_text(json.dumps({"format": FORMAT, "kinds": kinds, **snapshot.run}), encoding="utf-8")
+
+
+def read_snapshot(path: Path) -> RunSnapshot:
+    """Read and verify a checkpoint.
+
+    Raises:
+        Damaged: a file differs from what was written, or the contents are invalid.
+        NewerFormat: a newer version wrote it.
+    """
+    verify(path)
+    try:
+        run = json.loads((path / _RUN).read_text(encoding="utf-8"))
+        check_run(run)
+        kinds = run.pop("kinds")
+        names = [_name(i) for i, (_, shape) in enumerate(kinds) if math.prod(shape)]
+        stored = read_arrays(path / _ARRAYS, names)
+        arrays = [
+            np.asarray(stored[_name(i)]) if math.prod(shape) else np.zeros(shape, jnp.dtype(dtype))
+            for i, (dtype, shape) in enumerate(kinds)
+        ]
+        for array, (dtype, shape) in zip(arrays, kinds, strict=True):
+            if array.dtype != jnp.dtype(dtype) or list(array.shape) != shape:
+                raise ValueError(f"an array is {array.dtype}{list(array.shape)}, expected {dtype}{shape}")
+        return RunSnapshot(arrays, run, str(path))
+    except NewerFormat as error:
+        raise NewerFormat(f"The checkpoint {path} cannot be read: {error}.") from None
+    except Exception as error:  # the files are as written, but this version cannot read them
+        raise Damaged(f"The checkpoint {path} cannot be read: {error}.") from error
+
+
+def import_orbax() -> None:
+    """Import what saving needs: better done before the first step, as it takes a while."""
     import orbax.checkpoint  # noqa: F401
 
 
 def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write the arrays to a new folder.
+    """Write arrays to a new folder.
 
     Raises:
         OSError: the disk is full, a quota is used up, or the like.
     """
     failures: list[Exception] = []
     try:
-        with _orbax(failures) as writer, _silence():
+        with _orbax(failures) as writer, _errors_not_logged():
             writer.save(folder, arrays)
     except Exception as error:
         failures.append(error)
@@ -49,7 +82,7 @@ def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def read_arrays(folder: Path, names: Sequence[str]) -> Mapping[str, Any]:
-    """Read the named arrays of such a folder."""
+    """Read the named arrays of a folder."""
     import orbax.checkpoint
 
     with warnings.catch_warnings(), _orbax([]) as reader:
@@ -59,12 +92,12 @@ def read_arrays(folder: Path, names: Sequence[str]) -> Mapping[str, Any]:
 
 
 def _orbax(failures: list[Exception]) -> Any:
-    """Orbax in this process alone: by itself it would wait for the others of a run.
+    """A checkpointer for this process alone: by default Orbax waits for all processes of a run.
 
-    Writes that fail are added to `failures`. Were they raised inside Orbax, it would close the event loop that the
-    writes beside them still report to, each with a traceback on stderr.
+    Failed writes are appended to `failures`. If they were raised inside Orbax, it would close the event loop that
+    concurrent writes still report to, each with a traceback on stderr.
     """
-    import orbax.checkpoint  # not part of importing hetjax: it takes a while, and many runs save nothing
+    import orbax.checkpoint  # slow to import, and many runs save nothing
 
     class Handler(orbax.checkpoint.type_handlers.NumpyHandler):
         async def _open_and_write(self, *args: Any, **options: Any) -> None:
@@ -76,7 +109,7 @@ def _orbax(failures: list[Exception]) -> Any:
     types = orbax.checkpoint.type_handlers
     registry = types.create_type_handler_registry(
         (np.ndarray, Handler()),
-        (jax.Array, types.get_type_handler(jax.Array)),  # none is written, but Orbax warns where it is missing
+        (jax.Array, types.get_type_handler(jax.Array)),  # never used, but Orbax warns without it
     )
     alone = orbax.checkpoint.options.MultiprocessingOptions(
         primary_host=0, active_processes={0}, barrier_sync_key_prefix="hetjax"
@@ -86,63 +119,25 @@ def _orbax(failures: list[Exception]) -> Any:
 
 
 @contextmanager
-def _silence() -> Iterator[None]:
-    """No log of errors by Orbax's threads, which are raised as well."""
+def _errors_not_logged() -> Iterator[None]:
+    """Suppresses Orbax's log of errors in its threads, which are raised as well."""
     logger = logging.getLogger("absl")
-    logger.addFilter(_not_an_error_of_orbax)
+    logger.addFilter(_is_no_orbax_error)
     try:
         yield
     finally:
-        logger.removeFilter(_not_an_error_of_orbax)
+        logger.removeFilter(_is_no_orbax_error)
 
 
-def _not_an_error_of_orbax(record: logging.LogRecord) -> bool:
+def _is_no_orbax_error(record: logging.LogRecord) -> bool:
     return record.exc_info is None or "orbax" not in record.pathname
 
 
 def _as_os_error(error: Exception) -> Exception:
-    """The operating system's error behind one of TensorStore, which names only its number; or the error as it is."""
+    """The OSError behind an error of TensorStore, which gives only its number; other errors unchanged."""
     number = re.search(r"os_error_code='(\d+)'", str(error))
     return error if number is None else OSError(int(number[1]), os.strerror(int(number[1])))
 
 
-_RUN, _ARRAYS = "run.json", "arrays"
-
-
-def fill(folder: Path, snapshot: RunSnapshot) -> None:
-    stored = {_name(place): array for place, array in enumerate(snapshot.arrays) if array.size}
-    write_arrays(folder / _ARRAYS, stored)
-    kinds = [[array.dtype.name, array.shape] for array in snapshot.arrays]  # Orbax takes no empty arrays
-    (folder / _RUN).write_text(json.dumps({"format": FORMAT, "kinds": kinds, **snapshot.run}), encoding="utf-8")
-
-
-def read(path: Path) -> RunSnapshot:
-    """A checkpoint, if every byte of it is as it was written and it holds what a checkpoint holds.
-
-    Raises:
-        Damaged: it does not.
-        NewerFormat: it is of a format that this version does not know.
-    """
-    check(path)
-    try:
-        run = json.loads((path / _RUN).read_text(encoding="utf-8"))
-        check_run(run)
-        kinds = run.pop("kinds")
-        names = [_name(place) for place, (_, shape) in enumerate(kinds) if math.prod(shape)]
-        stored = read_arrays(path / _ARRAYS, names)
-        arrays = [
-            np.asarray(stored[_name(place)]) if math.prod(shape) else np.zeros(shape, jnp.dtype(dtype))
-            for place, (dtype, shape) in enumerate(kinds)
-        ]
-        for array, (dtype, shape) in zip(arrays, kinds, strict=True):
-            if array.dtype != jnp.dtype(dtype) or list(array.shape) != shape:
-                raise ValueError(f"an array is {array.dtype}{list(array.shape)}, expected {dtype}{shape}")
-        return RunSnapshot(arrays, run, str(path))
-    except NewerFormat as error:
-        raise NewerFormat(f"The checkpoint {path} cannot be read: {error}.") from None
-    except Exception as error:  # whole, and yet nothing that this version can read
-        raise Damaged(f"The checkpoint {path} cannot be read: {error}.") from error
-
-
-def _name(place: int) -> str:
-    return f"{place:05d}"
+def _name(index: int) -> str:
+    return f"{index:05d}"

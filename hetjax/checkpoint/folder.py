@@ -1,4 +1,4 @@
-"""A folder of checkpoints: each is filled under another name, sealed by a manifest, and renamed when it is whole."""
+"""A folder of checkpoints: each is written as a draft, sealed by a manifest of digests, and renamed when complete."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _NAME = re.compile(r"step_(\d{8,})")
 
 
 class Damaged(ValueError):
-    """A checkpoint is not what was written."""
+    """A checkpoint differs from what was written, or its contents are invalid."""
 
 
 def prepare(folder: Path, lock: FolderLock) -> None:
-    """Make and lock the folder and see that it can be written to, before hours of training depend on it."""
+    """Create and lock the folder, and test that it is writable before hours of training depend on it."""
     try:
         lock.hold()
-        for draft in folder.glob("draft_*"):  # a program ended while it wrote
+        for draft in folder.glob("draft_*"):  # of a program that was killed while saving
             shutil.rmtree(draft)
         with tempfile.TemporaryFile(dir=folder):
             pass
@@ -33,16 +33,30 @@ def prepare(folder: Path, lock: FolderLock) -> None:
         raise
     except OSError as error:
         raise OSError(
-            f"Checkpoints cannot be written to {folder}: {error.strerror or error}. Give a folder on a disk with space "
-            "that you may write to."
+            f"Checkpoints cannot be written to {folder}: {error.strerror or error}. Give a writable folder on a disk "
+            "with free space."
         ) from error
 
 
 def write(folder: Path, lock: FolderLock, step: int, fill: Callable[[Path], None], keep: int) -> Path:
-    """Add the checkpoint of a step, which `fill` writes into the folder it is given; forget all but the last `keep`.
+    """Add the checkpoint of a step and delete all but the last `keep`.
 
-    The folder is locked before, and stays so. Later ones, damaged or of a future not taken, are set aside until the run
-    is as far again. Whatever goes wrong, the checkpoints that were there stay as they are.
+    Checkpoints of later steps (damaged, or of an abandoned continuation) are set aside until the run has passed them.
+    Whatever fails, existing checkpoints stay intact.
+
+    Args:
+        folder: where to
+        lock: of the folder; held from here on
+        step: the step's number
+        fill: writes the files to the folder it is given
+        keep: number of checkpoints to keep
+
+    Returns:
+        The checkpoint's path.
+
+    Raises:
+        InUse: another program uses the folder.
+        OSError: the checkpoint could not be written.
     """
     final, draft = folder / f"step_{step:08d}", folder / f"draft_{step:08d}"
     try:
@@ -57,46 +71,46 @@ def write(folder: Path, lock: FolderLock, step: int, fill: Callable[[Path], None
         _flush(folder)
     except InUse:
         raise
-    except Exception as error:  # Orbax has errors of its own for a full disk
+    except Exception as error:  # Orbax has its own errors for a full disk
         shutil.rmtree(draft, ignore_errors=True)
-        why = getattr(error, "strerror", None) or error
+        reason = getattr(error, "strerror", None) or error
         raise OSError(
-            f"The checkpoint of step {step} could not be written to {folder}: {why}. "
-            "Earlier checkpoints are as they were; make room or give another folder, and resume from the last one."
+            f"The checkpoint of step {step} could not be written to {folder}: {reason}. "
+            "Earlier checkpoints are intact: free some space or give another folder, and resume from the last one."
         ) from error
     for passed in [path for path in folder.glob("aside_step_*") if _step(path) <= step]:
         shutil.rmtree(passed)
     for old in stored(folder)[:-keep]:
-        shutil.rmtree(old.rename(old.with_name(f"draft_{old.name}")))  # never half a checkpoint under its name
+        shutil.rmtree(old.rename(old.with_name(f"draft_{old.name}")))  # a step_* folder is never partly deleted
     return final
 
 
 def stored(folder: Path) -> list[Path]:
-    """All checkpoints, the oldest first."""
+    """All checkpoints of a folder, oldest first."""
     return sorted((path for path in folder.glob("step_*") if path.is_dir() and _NAME.fullmatch(path.name)), key=_step)
 
 
 def latest(folder: str | Path) -> Path | None:
-    """The newest checkpoint in a folder, if there is one."""
-    found = stored(Path(folder))
-    return found[-1] if found else None
+    """The newest checkpoint of a folder; None without one."""
+    paths = stored(Path(folder))
+    return paths[-1] if paths else None
 
 
-def check(path: Path) -> None:
-    """Refuse a checkpoint with a missing, changed or additional file, naming it."""
+def verify(path: Path) -> None:
+    """Raise Damaged if a file of a checkpoint is missing, changed or additional."""
     try:
-        promised = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        if not isinstance(promised, dict):
-            raise ValueError("it is no list of files")
+        expected = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        if not isinstance(expected, dict):
+            raise ValueError("it is not an object")
     except (OSError, ValueError, RecursionError) as error:
-        raise Damaged(f"{path} is no whole checkpoint: its {MANIFEST} is missing or broken ({error}).") from error
+        raise Damaged(f"{path} is not a complete checkpoint: its {MANIFEST} is missing or broken ({error}).") from error
     try:
         found = _digests(path)
     except OSError as error:
         raise Damaged(f"The checkpoint {path} cannot be read: {error}.") from error
-    for name in sorted(promised.keys() | found.keys()):
-        if promised.get(name) != found.get(name):
-            what = "is missing" if name not in found else "was added" if name not in promised else "has changed"
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            what = "is missing" if name not in found else "was added" if name not in expected else "has changed"
             raise Damaged(f"The checkpoint {path} is damaged: {name} {what} since it was written.")
 
 
@@ -111,7 +125,7 @@ def _set_aside(path: Path) -> None:
 
 
 def _seal(folder: Path) -> None:
-    """Hand everything to the disk, and then the manifest of it."""
+    """Flush all files to disk, then write their manifest."""
     digests = _digests(folder)
     for name in digests:
         _flush(folder / name)

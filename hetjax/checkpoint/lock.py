@@ -1,4 +1,4 @@
-"""One program at a time in a folder: a lock that names its holder and ends with it."""
+"""A lock on a folder that names its holder and ends with it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if sys.platform != "win32":
 
 log = logging.getLogger("hetjax")
 NAME = ".lock"
-_LONGEST_COMMAND = 300
+_MAX_COMMAND = 300  # characters
 
 
 class InUse(OSError):
@@ -30,30 +30,30 @@ class InUse(OSError):
 class FolderLock:
     """Exclusive use of a folder by this process.
 
-    A POSIX record lock on the file `.lock` in the folder. The kernel drops it when the process ends, by SIGKILL too,
-    and no child process keeps it alive: a lock cannot be stale, and the file that a killed process leaves is taken
-    over. On NFS the server keeps it; that of a host that has died is dropped when its lease ends. Within one process
-    any number of objects may hold the same folder.
+    A POSIX record lock on the file `.lock` in the folder. The kernel releases it when the process ends, even by
+    SIGKILL, and child processes do not inherit it: a lock is never stale, and the file of a killed process is reused.
+    On NFS the server releases the lock of a dead host when its lease ends. Within one process any number of objects
+    may hold the same folder.
     """
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder).resolve()
         self.path = self.folder / NAME
         self._file: int | None = None
-        self._made = False
+        self._created = False
 
     def hold(self) -> None:
-        """Take the lock, or make sure that it is still held; the folder is made if it is not there.
+        """Acquire the lock, or make sure that it is still held; creates the folder if necessary.
 
         Raises:
             InUse: another process holds it.
-            OSError: the folder cannot be made or written to.
+            OSError: the folder cannot be created or written to.
         """
         if sys.platform == "win32":
             return
         if not self.folder.is_dir():
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._made = True
+            self._created = True
         while True:
             if self._file is None:
                 self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -64,25 +64,27 @@ class FolderLock:
                 self._close()
                 if error.errno in (errno.EACCES, errno.EAGAIN):
                     raise InUse(
-                        f"{self.folder} is in use by another program: {_told(holder)}. Wait for its end or stop it, or "
-                        "use another folder."
+                        f"{self.folder} is in use by another program: {_describe(holder)}. Wait until it ends, "
+                        "stop it, or use another folder."
                     ) from None
-                log.warning("%s cannot be locked (%s): see that no other program uses it.", self.folder, error.strerror)
+                log.warning(
+                    "%s cannot be locked (%s): make sure that no other program uses it.", self.folder, error.strerror
+                )
                 return
-            if self._is_at_its_path():
+            if self._is_current():
                 break
-            self._close()  # its last holder, or somebody who cleaned up, has removed it
-        with suppress(OSError):  # a full disk: the lock holds without a name
+            self._close()  # the file was removed, by its last holder or by a cleanup
+        with suppress(OSError):  # a full disk: the lock is held without its holder's name
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, json.dumps(_this_process()).encode(), 0)
 
     def release(self) -> None:
-        """Remove the file, and the folder if `hold` made it and it is empty; nothing if the lock is not held."""
+        """Release the lock if held; removes the file, and the folder if `hold` created it and it is empty."""
         if self._file is not None:
             with suppress(OSError):
-                if self._is_at_its_path():
+                if self._is_current():
                     self.path.unlink()
-                    if self._made:
+                    if self._created:
                         self.folder.rmdir()
             self._close()
 
@@ -93,7 +95,8 @@ class FolderLock:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def _is_at_its_path(self) -> bool:
+    def _is_current(self) -> bool:
+        """Whether the open file is still the one at `self.path`."""
         assert self._file is not None
         try:
             return os.path.samestat(os.stat(self.path), os.fstat(self._file))
@@ -111,12 +114,12 @@ def _this_process() -> dict[str, Any]:
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "since": datetime.now().astimezone().isoformat(" ", "seconds"),
-        "command": textwrap.shorten(shlex.join(sys.orig_argv), _LONGEST_COMMAND, placeholder=" ..."),
+        "command": textwrap.shorten(shlex.join(sys.orig_argv), _MAX_COMMAND, placeholder=" ..."),
     }
 
 
 def _read(file: int) -> dict[str, Any]:
-    """What the holder has written; empty if it has not yet, or could not."""
+    """The holder's description of itself; empty if it has not written it yet, or could not."""
     try:
         holder = json.loads(os.pread(file, 1 << 16, 0))
     except (OSError, ValueError):
@@ -124,8 +127,8 @@ def _read(file: int) -> dict[str, Any]:
     return holder if isinstance(holder, dict) else {}
 
 
-def _told(holder: dict[str, Any]) -> str:
+def _describe(holder: dict[str, Any]) -> str:
     if not holder:
-        return "its name is not known"
+        return "its name is unknown"
     pid, host, since, command = (holder.get(key, "?") for key in ("pid", "host", "since", "command"))
     return f"process {pid} on host {host}, since {since}: {command}"

@@ -1,4 +1,4 @@
-"""From a checkpoint back to a run: checked, from the newest that is whole, the same on all processes."""
+"""Resuming a run: from the newest intact checkpoint, identically on all processes."""
 
 from __future__ import annotations
 
@@ -13,116 +13,137 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetjax.checkpoint.contents import read
+from hetjax.checkpoint.contents import read_snapshot
 from hetjax.checkpoint.folder import Damaged, stored
-from hetjax.checkpoint.snapshot import RunSnapshot, from_first, rebuild
+from hetjax.checkpoint.snapshot import RunSnapshot, broadcast_bytes, rebuild
 from hetjax.fleet.agree import gather
 from hetjax.reduce.update import State
 
 log = logging.getLogger("hetjax")
-_PASSED_OVER = "%s Trying the checkpoint before it."
+_SKIPPED = "%s Trying the previous checkpoint."
 
 
 class Restorable(Protocol):
-    """A trainer, as far as going on is concerned."""
+    """What resuming needs of a trainer."""
 
     def load_state_dict(self, saved: Mapping[str, Any], state: State) -> State: ...
 
 
 @dataclass(frozen=True)
 class Restored:
-    """Where to go on: the state, and what the caller had added to the checkpoint."""
+    """A restored run: its state, and what the caller had added to the checkpoint."""
 
     state: State
     extra: Mapping[str, Any]
 
 
 def restore(path: str | Path, like: State, trainer: Restorable) -> Restored:
-    """The run in a checkpoint; the trainer goes on from where it was.
+    """Restore a run, including the trainer's own state, from one checkpoint.
 
-    `like` is a fresh state of the same model and optimizer (`trainer.init`). The workers and processes, their number
-    and the controller may be others. With several processes all call this; only the first one needs the files.
+    The devices, the number of workers and processes, and the controller may differ from those of the saved run. With
+    several processes all have to call this; only process 0 reads the files.
+
+    Args:
+        path: the checkpoint
+        like: a fresh state of the same model and optimizer, from `trainer.init`
+        trainer: loads its part of the checkpoint
+
+    Returns:
+        The state to continue from, and the caller's additions.
+
+    Raises:
+        Damaged: the checkpoint is not intact.
+        NewerFormat: a newer version wrote it.
+        ValueError: it belongs to another model, optimizer, batch size or seed.
     """
     path = Path(path).resolve()
-    snapshot = _for_all(lambda: read(path))
+    snapshot = _on_all_processes(lambda: read_snapshot(path))
     assert snapshot is not None
-    return _resumed(snapshot, like, trainer)
+    return _resume(snapshot, like, trainer)
 
 
 def restore_latest(folder: str | Path, like: State, trainer: Restorable) -> Restored | None:
-    """The run in the newest checkpoint of a folder that is whole, with a warning about each that is not.
+    """Restore a run from the newest intact checkpoint of a folder, with a warning about each damaged one.
 
-    None where the folder holds no checkpoint at all. One of a newer format is refused, not passed over. See `restore`.
+    Args:
+        folder: the folder of checkpoints
+        like: see `restore`
+        trainer: see `restore`
+
+    Returns:
+        The restored run, or None if the folder has no checkpoint.
+
+    Raises:
+        Damaged: none of the checkpoints is intact.
+        NewerFormat: a newer version wrote the newest intact one, which is not skipped.
+        ValueError: see `restore`.
     """
     folder = Path(folder).resolve()
-    unusable: list[str] = []  # whole, but what they hold did not make a run
-    while (snapshot := _for_all(lambda: _newest_whole(folder, unusable))) is not None:
+    unusable: list[str] = []  # files intact, contents incomplete
+    while (snapshot := _on_all_processes(lambda: _newest_intact(folder, unusable))) is not None:
         try:
-            return _resumed(snapshot, like, trainer)
+            return _resume(snapshot, like, trainer)
         except Damaged as damage:
             unusable.append(snapshot.origin)
-            log.warning(_PASSED_OVER, damage)
+            log.warning(_SKIPPED, damage)
     return None
 
 
-def _resumed(snapshot: RunSnapshot, like: State, trainer: Restorable) -> Restored:
-    """The same on all processes: where one of them cannot use the snapshot, none does."""
-    found, cause = None, None
+def _resume(snapshot: RunSnapshot, like: State, trainer: Restorable) -> Restored:
+    """The same on all processes: if one of them cannot use the snapshot, none does."""
+    restored, cause = None, None
     try:
         state = rebuild(snapshot, like)
-        found = Restored(trainer.load_state_dict(snapshot.run["trainer"], state), snapshot.run["extra"])
-    except (KeyError, IndexError, TypeError, AttributeError) as error:  # what does not belong to `like` is a ValueError
+        restored = Restored(trainer.load_state_dict(snapshot.run["trainer"], state), snapshot.run["extra"])
+    except (KeyError, IndexError, TypeError, AttributeError) as error:  # a mismatch with `like` is a ValueError
         cause = error
-    causes = [said for said in gather(cause and f"{type(cause).__name__}: {cause}") if said is not None]
-    if found is None or causes:
+    causes = [each for each in gather(cause and f"{type(cause).__name__}: {cause}") if each is not None]
+    if restored is None or causes:
         raise Damaged(f"The checkpoint {snapshot.origin} is incomplete or malformed ({causes[0]}).") from cause
-    return found
+    return restored
 
 
-def _newest_whole(folder: Path, unusable: Sequence[str]) -> RunSnapshot | None:
+def _newest_intact(folder: Path, unusable: Sequence[str]) -> RunSnapshot | None:
     paths = stored(folder)
     for path in reversed(paths):
         if str(path) in unusable:
             continue
         try:
-            return read(path)
+            return read_snapshot(path)
         except Damaged as damage:
-            log.warning(_PASSED_OVER, damage)
+            log.warning(_SKIPPED, damage)
     if paths:
-        raise Damaged(f"None of the {len(paths)} checkpoints in {folder} is whole: there is nothing to go on from.")
+        raise Damaged(f"None of the {len(paths)} checkpoints in {folder} is intact: there is nothing to resume from.")
     return None
 
 
-def _for_all(read_here: Callable[[], RunSnapshot | None]) -> RunSnapshot | None:
-    """What the first process reads, on all processes; its error is an error on all."""
+def _on_all_processes(read: Callable[[], RunSnapshot | None]) -> RunSnapshot | None:
+    """What process 0 reads, or its error, on all processes."""
     if jax.process_count() == 1:
-        return read_here()
-    told: dict[str, Any] = {}
+        return read()
+    message: dict[str, Any] = {}
     snapshot, failure = None, None
     if jax.process_index() == 0:
         try:
-            snapshot = read_here()
+            snapshot = read()
         except (ValueError, OSError) as error:
             failure = error
         kinds = [] if snapshot is None else [[array.dtype.name, array.shape] for array in snapshot.arrays]
-        told = {"failure": failure and str(failure), "run": snapshot and snapshot.run, "kinds": kinds}
-        told["origin"] = snapshot and snapshot.origin
-    told = json.loads(from_first(json.dumps(told).encode()))
+        message = {"failure": failure and str(failure), "run": snapshot and snapshot.run, "kinds": kinds}
+        message["origin"] = snapshot and snapshot.origin
+    message = json.loads(broadcast_bytes(json.dumps(message).encode()))
     if failure is not None:
         raise failure
-    if told["failure"] is not None:
-        raise ValueError(told["failure"])
-    if told["run"] is None:
+    if message["failure"] is not None:
+        raise ValueError(message["failure"])
+    if message["run"] is None:
         return None
-    arrays = [_shared(array, *kind) for array, kind in _pairs(snapshot, told["kinds"])]
-    return RunSnapshot(arrays, told["run"], told["origin"])
+    kinds = message["kinds"]
+    own = [None] * len(kinds) if snapshot is None else snapshot.arrays
+    arrays = [_broadcast_array(array, *kind) for array, kind in zip(own, kinds, strict=True)]
+    return RunSnapshot(arrays, message["run"], message["origin"])
 
 
-def _pairs(snapshot: RunSnapshot | None, kinds: list[Any]) -> list[tuple[np.ndarray | None, Any]]:
-    arrays: list[Any] = [None] * len(kinds) if snapshot is None else list(snapshot.arrays)
-    return list(zip(arrays, kinds, strict=True))
-
-
-def _shared(array: np.ndarray | None, dtype: str, shape: list[int]) -> np.ndarray:
-    content = from_first(None if array is None else array.tobytes())
+def _broadcast_array(array: np.ndarray | None, dtype: str, shape: list[int]) -> np.ndarray:
+    content = broadcast_bytes(None if array is None else array.tobytes())
     return np.frombuffer(content, jnp.dtype(dtype)).reshape(shape)

@@ -1,4 +1,4 @@
-"""Saving beside the training: the loop waits for a copy to the host, a thread does the rest."""
+"""Saving in the background: the training loop waits for a copy to the host, a thread writes it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import jax
 
 from hetjax.arguments import whole
-from hetjax.checkpoint.contents import fill, load
+from hetjax.checkpoint.contents import import_orbax, write_snapshot
 from hetjax.checkpoint.folder import prepare, write
 from hetjax.checkpoint.lock import FolderLock
 from hetjax.checkpoint.snapshot import RunSnapshot, take
@@ -24,7 +24,7 @@ log = logging.getLogger("hetjax")
 
 
 class Saveable(Protocol):
-    """A trainer, as far as saving is concerned."""
+    """What saving needs of a trainer."""
 
     def state_dict(self, state: State) -> dict[str, Any]: ...
 
@@ -34,33 +34,52 @@ class Saveable(Protocol):
 def save(
     folder: str | Path, state: State, trainer: Saveable, extra: Mapping[str, Any] | None = None, keep: int = 2
 ) -> Path | None:
-    """Write a checkpoint now and forget all but the last `keep`; its path. With several processes all call this."""
+    """Write a checkpoint now. With several processes all have to call this.
+
+    Args:
+        folder: folder of the checkpoints, created if necessary
+        state: the state to save
+        trainer: its `state_dict` is saved as well
+        extra: additions to the checkpoint, as JSON values
+        keep: number of checkpoints to keep
+
+    Returns:
+        The checkpoint's path in process 0, None in the others.
+
+    Raises:
+        InUse: another program uses the folder.
+        OSError: the checkpoint could not be written; earlier ones are intact.
+    """
     snapshot = take(state, trainer.state_dict(state), extra or {})
     if snapshot is None:
         return None
     folder = Path(folder).resolve()
     lock = FolderLock(folder)
     try:
-        return write(folder, lock, state.step, partial(fill, snapshot=snapshot), keep)
+        return write(folder, lock, state.step, partial(write_snapshot, snapshot=snapshot), keep)
     finally:
         lock.release()
 
 
 class Saver:
-    """A hook of `fit` that saves every so many steps, every so many seconds, or both.
+    """A hook of `fit` that saves at intervals of steps, of seconds, or both.
 
-    folder      where to; made if it is not there
-    trainer     whose run it is
-    steps       save after steps that are multiples of it
-    seconds     save when so many have passed since the last time, by the clock of the first process
-    keep        how many checkpoints stay
-    extra       (record) -> what to add to a checkpoint, as plain JSON values
-    wait_limit  most seconds to wait for the disk
+    Process 0 writes; all processes take part, as some states are sharded over them. So when the seconds have passed is
+    decided by process 0 and announced to all with a step (`Trainer.ask_to_save`). A save waits for the previous one. An
+    error in the background is raised in the next step, or by `close`. The folder is locked until `close`.
 
-    The first process writes; all take part, as some states lie spread over them. That is why the end of the seconds is
-    told with a step to all (`Trainer.ask_to_save`), instead of being seen on each one's own clock. A save waits for the
-    one before. What goes wrong in the background is raised in the next step, or by `close`. The folder is locked until
-    `close`: a program that finds it in use by another one gets `InUse`.
+    Args:
+        folder: folder of the checkpoints, created if necessary
+        trainer: the trainer of the run
+        steps: save after steps that are multiples of it
+        seconds: save when this time has passed since the last save
+        keep: number of checkpoints to keep
+        extra: (record) -> additions to a checkpoint, as JSON values
+        wait_limit: maximum seconds to wait for the disk
+
+    Raises:
+        InUse: another program uses the folder.
+        OSError: the folder cannot be created or written to.
     """
 
     def __init__(
@@ -77,34 +96,37 @@ class Saver:
         if steps is not None:
             whole("steps of the checkpoints", steps, 1)
         if seconds is not None and not seconds > 0:
-            raise ValueError(f"seconds of the checkpoints is {seconds}: give more than 0.")
+            raise ValueError(f"seconds of the checkpoints is {seconds}: expected more than 0.")
         whole("keep of the checkpoints", keep, 1)
         self.folder, self.trainer, self.steps, self.seconds = Path(folder).resolve(), trainer, steps, seconds
         self.keep, self.extra, self.wait_limit = keep, extra, wait_limit
-        self.last: Path | None = None  # the newest that is whole on the disk
-        self._last_time, self._begun = time.monotonic(), (-1, -1)  # step and cursor
+        self.last: Path | None = None  # the newest complete checkpoint
+        self._last_time, self._last_saved = time.monotonic(), (-1, -1)  # step and cursor
         self._writing: threading.Thread | None = None
         self._failure: Exception | None = None
         self._lock = FolderLock(self.folder)
         if jax.process_index() == 0:
             prepare(self.folder, self._lock)
-            load()
+            import_orbax()
 
     def __call__(self, record: Record, state: State) -> None:
         if self._writing is not None and not self._writing.is_alive():
             self._finish()
         if record.save or (self.steps is not None and state.step % self.steps == 0):
             self.save(record, state)
-        elif self.seconds is not None and time.monotonic() - self._last_time >= self.seconds and _first():
+        elif self.seconds is not None and jax.process_index() == 0 and self._elapsed() >= self.seconds:
             self.trainer.ask_to_save()
 
+    def _elapsed(self) -> float:
+        return time.monotonic() - self._last_time
+
     def save(self, record: Record, state: State) -> None:
-        """Now, whatever the time, unless this very state was saved already: a step without a barrier has several."""
-        at = state.step, state.cursor
-        if self._begun == at:
+        """Save now, unless this state was saved already. Without a barrier, a step has states with several cursors."""
+        position = state.step, state.cursor
+        if self._last_saved == position:
             return
         snapshot = take(state, self.trainer.state_dict(state), self.extra(record))
-        self._last_time, self._begun = time.monotonic(), at
+        self._last_time, self._last_saved = time.monotonic(), position
         self._finish()
         if snapshot is not None:
             self._writing = threading.Thread(target=self._write, args=(snapshot, state.step), daemon=True)
@@ -112,12 +134,12 @@ class Saver:
 
     def _write(self, snapshot: RunSnapshot, step: int) -> None:
         try:
-            self.last = write(self.folder, self._lock, step, partial(fill, snapshot=snapshot), self.keep)
+            self.last = write(self.folder, self._lock, step, partial(write_snapshot, snapshot=snapshot), self.keep)
         except Exception as error:
             self._failure = error
 
     def _finish(self) -> None:
-        """Wait for the write under way; raise what went wrong in it."""
+        """Wait for the write in progress and raise its error."""
         self._wait()
         if self._failure is not None:
             failure, self._failure = self._failure, None
@@ -129,13 +151,13 @@ class Saver:
         self._writing.join(self.wait_limit)
         if self._writing.is_alive():
             raise TimeoutError(
-                f"Writing a checkpoint to {self.folder} has not ended after {self.wait_limit:.0f} s: look at that "
-                "disk. Earlier checkpoints are as they were."
+                f"Writing a checkpoint to {self.folder} did not finish within {self.wait_limit:.0f} s: check that "
+                "disk. Earlier checkpoints are intact."
             )
         self._writing = None
 
     def end(self, history: History) -> None:
-        """Of a `fit`: nothing is left half-written. A failure is logged here, as another error may be on its way."""
+        """Wait for the write in progress when `fit` ends; its error is only logged, as another may be propagating."""
         self._wait()
         self._log_failure()
 
@@ -144,7 +166,7 @@ class Saver:
             log.error("%s", self._failure)
 
     def close(self) -> None:
-        """Wait until the last checkpoint is on the disk and give the folder free; raise what went wrong."""
+        """Wait for the write in progress and unlock the folder; raises the error of that write."""
         try:
             self._finish()
         finally:
@@ -156,7 +178,7 @@ class Saver:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.close()
-        else:  # that error is the one to raise
+        else:  # the propagating error takes precedence
             try:
                 self._wait()
             finally:
@@ -164,9 +186,5 @@ class Saver:
             self._log_failure()
 
     def _release(self) -> None:
-        if self._writing is None:  # a write that hangs may still come to its end
+        if self._writing is None:  # a write that hangs may still finish
             self._lock.release()
-
-
-def _first() -> bool:
-    return jax.process_index() == 0

@@ -1,4 +1,4 @@
-"""A first look at new hardware: what the devices are, whether they compute the same as one, how fast each is."""
+"""The command `hetjax check`: the devices found, whether they compute what a single one does, and their speeds."""
 
 from __future__ import annotations
 
@@ -23,52 +23,60 @@ from hetjax.trainer import Trainer
 from hetjax.zoo.tasks import Task, make_task
 
 BATCH, STEPS = 512, 8
-AGREE = 1e-4  # largest relative difference of an update that rounding explains
+TOLERANCE = 1e-4  # relative difference of two updates that rounding explains
 
 
 def check(count: int | None, console: Console) -> None:
-    """Print the findings; AssertionError if the devices together do not compute what one of them computes."""
+    """Check the devices and print the results.
+
+    Args:
+        count: number of devices, as for `fake_devices`
+        console: where to print
+
+    Raises:
+        AssertionError: one step on all devices differs from the same step on one of them.
+    """
     devices = fake_devices(count)
     console.print(_device_table(devices))
     if devices[0].platform == "cpu" and len(devices) > 1:
-        told = f"Fake devices: they share this machine's {os.cpu_count()} cores, and none is faster than another."
-        console.print(told, highlight=False)
+        console.print(f"Simulated devices of equal speed, sharing {os.cpu_count()} CPU cores.", highlight=False)
     task = make_task("digits", "cnn", dropout=0.0)
-    with _log_shown(console), _trainer(task, devices, optax.sgd(0.1)) as trainer:
+    with _log_to(console), _trainer(task, devices, optax.sgd(0.1)) as trainer:
         state = trainer.init(task.model.params)
         state, first = trainer.fit(state, task.train, steps=1)
-        apart = _distance(state.params, _one_step_on_one_device(task, devices[0]), task.model.params)
+        distance = _distance(state.params, _one_step_on_one_device(task, devices[0]), task.model.params)
         _, history = trainer.fit(state, task.train, steps=STEPS)
     rates_W = np.nanmedian([r.counts_W / r.times_W for r in history.records], axis=0)
     console.print(f"Transport {first.transport}.", highlight=False)
-    shown = Table(box=None, padding=(0, 2), pad_edge=False, header_style="bold")
-    shown.add_column("worker")
-    shown.add_column("samples/s", justify="right")
+    speeds = _table("worker")
+    speeds.add_column("samples/s", justify="right")
     for worker, rate in enumerate(rates_W):
-        shown.add_row(str(worker), f"{rate:,.0f}")
-    shown.add_row("all", f"{rates_W.sum():,.0f}")
-    shown.add_row("with the reduce", f"{np.median([r.samples_per_s for r in history.records]):,.0f}")
-    console.print(f"A small CNN, {BATCH} samples a step, equal counts, all devices at once:", highlight=False)
-    console.print(shown)
-    verdict = "agree" if apart < AGREE else "DO NOT AGREE"
+        speeds.add_row(str(worker), f"{rate:,.0f}")
+    speeds.add_row("all", f"{rates_W.sum():,.0f}")
+    speeds.add_row("with the reduce", f"{np.median([r.samples_per_s for r in history.records]):,.0f}")
+    console.print(f"A small CNN, {BATCH} samples per step, equal counts, all devices at once:", highlight=False)
+    console.print(speeds)
+    verdict = "agree" if distance < TOLERANCE else "DO NOT AGREE"
     console.print(
-        f"One step on {len(devices)} devices and on one {verdict}: updates differ by {apart:.1e} of their size.",
+        f"One step on {len(devices)} devices and on one {verdict}: relative difference of the updates {distance:.1e}.",
         soft_wrap=True,
         highlight=False,
     )
-    if apart >= AGREE:
-        raise AssertionError("the devices together do not compute what one of them computes.")
+    if distance >= TOLERANCE:
+        raise AssertionError("one step on all devices differs from the same step on one of them.")
 
 
 def _device_table(devices: list[jax.Device]) -> Table:
-    table = Table(box=None, padding=(0, 2), pad_edge=False, header_style="bold")
-    for column in ("worker", "device", "kind", "process", "memory"):
-        table.add_column(column)
+    table = _table("worker", "device", "kind", "process", "memory")
     for worker, device in enumerate(devices):
-        room = memory.available(device)
-        shown = "unknown" if room is None else f"{room / 2**30:.1f} GiB"
-        table.add_row(str(worker), str(device), device_kind(device), str(device.process_index), shown)
+        free = memory.available(device)
+        size = "unknown" if free is None else f"{free / 2**30:.1f} GiB"
+        table.add_row(str(worker), str(device), device_kind(device), str(device.process_index), size)
     return table
+
+
+def _table(*columns: str) -> Table:
+    return Table(*columns, box=None, padding=(0, 2), pad_edge=False, header_style="bold")
 
 
 def _trainer(task: Task, devices: list[jax.Device], optimizer: optax.GradientTransformation) -> Trainer:
@@ -76,7 +84,7 @@ def _trainer(task: Task, devices: list[jax.Device], optimizer: optax.GradientTra
 
 
 def _one_step_on_one_device(task: Task, device: jax.Device) -> object:
-    """The same step in plain JAX: the mean loss of the whole batch, its gradient, and no hetjax below."""
+    """The parameters after the same step in plain JAX: SGD on the mean loss of the whole batch."""
     sampler = Sampler(len(task.train), BATCH)
     batch = task.train.rows(sampler.indices(0, 0, BATCH))
 
@@ -90,13 +98,13 @@ def _one_step_on_one_device(task: Task, device: jax.Device) -> object:
 
 
 def _distance(a: object, b: object, start: object) -> float:
-    """|a - b| over |b - start|: the difference of two updates over the size of one."""
+    """Relative difference of two updates, |a - b| / |b - start|."""
     flat = lambda tree: np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(tree)])
     return float(np.linalg.norm(flat(a) - flat(b)) / np.linalg.norm(flat(b) - flat(start)))
 
 
-class _LogLines(logging.Handler):
-    """Log lines as plain lines of a console."""
+class _ConsoleHandler(logging.Handler):
+    """Prints log messages on a console as plain lines."""
 
     def __init__(self, console: Console):
         super().__init__(logging.INFO)
@@ -107,14 +115,14 @@ class _LogLines(logging.Handler):
 
 
 @contextmanager
-def _log_shown(console: Console) -> Iterator[None]:
-    """What hetjax says about its engine and the ladder that fits into memory, on the console."""
-    log, handler = logging.getLogger("hetjax"), _LogLines(console)
-    before = log.level
+def _log_to(console: Console) -> Iterator[None]:
+    """Print hetjax's log, such as the engine and the ladder chosen, on the console."""
+    log, handler = logging.getLogger("hetjax"), _ConsoleHandler(console)
+    level = log.level
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     try:
         yield
     finally:
         log.removeHandler(handler)
-        log.setLevel(before)
+        log.setLevel(level)

@@ -1,1 +1,1 @@
-"""A launcher of several processes on one machine, for development: start, watch, throttle, restart, leave nothing."""
+"""A launcher of several processes on one machine, for development: start, watch, throttle, restart, clean up."""

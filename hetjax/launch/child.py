@@ -1,4 +1,4 @@
-"""Becomes one of the launcher's processes: dies with the launcher, joins its control group, takes its cores, starts.
+"""Sets up one process of the launcher (parent-death signal, control group, core affinity), then runs its program.
 
 Run by path, without the package, as: child.py LAUNCHER_PID CGROUP_PROCS CORES PROGRAM ARGUMENTS...; '-' for none.
 """
@@ -12,10 +12,11 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
+    """Set up this process and replace it with the program."""
     launcher, group, cores, *command = sys.argv[1:]
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(launcher):  # it died before we could ask to die with it
+    if os.getppid() != int(launcher):  # it died before prctl took effect
         sys.exit(1)
     if group != "-":
         with open(group, "w") as procs:

@@ -1,8 +1,8 @@
-"""A process that outlives a killed launcher by a moment: it kills what was started and removes what was made.
+"""A process that cleans up after a killed launcher: kills its processes, removes its control groups and folders.
 
-The launcher tells it over a pipe, one line each: "+group PID", "-group PID", "+cgroup PATH", "+folder PATH", "+inside
-PATH" for the control group that launcher and guard are in themselves, and "end" when it has cleaned up itself. A pipe
-that closes without "end" means that the launcher is dead.
+The launcher sends commands over a pipe, one per line: "+group PID", "-group PID", "+cgroup PATH", "+folder PATH",
+"+inside PATH" for the control group of launcher and guard themselves, and "end" after it has cleaned up itself. If
+the pipe closes without "end", the launcher is dead.
 """
 
 from __future__ import annotations
@@ -16,56 +16,58 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from hetjax.launch.quotas import end_group, step_back
+from hetjax.launch.quotas import kill_group, leave_launcher_group
 
 
 class Guard:
-    """The launcher's side."""
+    """The launcher's side: starts the guard process and sends it commands."""
 
     def __init__(self) -> None:
         package = str(Path(__file__).parents[2])
-        code = f"import sys; sys.path.insert(0, {package!r}); from hetjax.launch.guard import stand; stand(sys.stdin)"
+        code = f"import sys; sys.path.insert(0, {package!r}); from hetjax.launch.guard import watch; watch(sys.stdin)"
         self._process = subprocess.Popen(
             [sys.executable, "-S", "-c", code], stdin=subprocess.PIPE, start_new_session=True, text=True, bufsize=1
         )
 
-    def tell(self, what: str, which: int | str | Path) -> None:
+    def send(self, command: str, argument: int | str | Path) -> None:
+        """Send one command."""
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # somebody killed the guard; the run itself needs it not
-            self._process.stdin.write(f"{what} {which}\n")
+        with suppress(BrokenPipeError):  # the guard was killed; the run does not need it
+            self._process.stdin.write(f"{command} {argument}\n")
 
-    def dismiss(self) -> None:
-        self.tell("end", "")
+    def close(self) -> None:
+        """End the guard process without cleaning up."""
+        self.send("end", "")
         with suppress(BrokenPipeError):
             self._process.communicate()
 
 
-def stand(orders: Iterable[str]) -> None:
-    """Wait for the launcher's end; then clean up what it did not."""
+def watch(commands: Iterable[str]) -> None:
+    """Wait for the launcher's end; if it died, clean up."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    groups, cgroups, folders, inside = set[int](), list[Path](), list[Path](), list[Path]()
-    for order in orders:
-        what, _, which = order.rstrip("\n").partition(" ")
-        if what == "end":
+    groups, cgroups, folders, launcher_groups = set[int](), list[Path](), list[Path](), list[Path]()
+    for line in commands:
+        command, _, argument = line.rstrip("\n").partition(" ")
+        if command == "end":
             return
-        if what == "+group":
-            groups.add(int(which))
-        elif what == "-group":
-            groups.discard(int(which))
-        elif what == "+cgroup":
-            cgroups.append(Path(which))
-        elif what == "+folder":
-            folders.append(Path(which))
-        elif what == "+inside":
-            inside.append(Path(which))
+        if command == "+group":
+            groups.add(int(argument))
+        elif command == "-group":
+            groups.discard(int(argument))
+        elif command == "+cgroup":
+            cgroups.append(Path(argument))
+        elif command == "+folder":
+            folders.append(Path(argument))
+        elif command == "+inside":
+            launcher_groups.append(Path(argument))
     for group in groups:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
     for path in cgroups:
         with suppress(OSError):
-            end_group(path)
-    for path in inside:
-        step_back(path)
+            kill_group(path)
+    for path in launcher_groups:
+        leave_launcher_group(path)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""The launcher: starts a program several times on this machine as one run, and starts it again where that was asked.
+"""The launcher: runs a program as several processes on this machine, and restarts it after a failure if requested.
 
-Every process learns from its environment who it is (see `variables`), and `hetjax.fleet.initialize` does the rest. When
-it is started again, HETJAX_RESTART counts the times and --resume is added to the program's arguments.
+Each process gets its rank from environment variables (`hetjax.environment`), which `hetjax.fleet.initialize` reads. In
+a restart HETJAX_RESTART holds its number, and --resume is added to the program's arguments.
 """
 
 from __future__ import annotations
@@ -18,54 +18,64 @@ from pathlib import Path
 from hetjax import environment
 from hetjax.fleet.rendezvous import check_free, free_port
 from hetjax.launch import options as flags
+from hetjax.launch.events import Signals, wants_color
 from hetjax.launch.guard import Guard
 from hetjax.launch.heartbeat import Listener
 from hetjax.launch.options import Options
-from hetjax.launch.output import wants_color
-from hetjax.launch.placement import cores_for, gpus_here, shares_of_gpus
+from hetjax.launch.placement import split_cores, split_gpus, visible_gpus
 from hetjax.launch.quotas import (
     CgroupRoot,
     CpuQuota,
     Disturbance,
     QuotasRefused,
     Throttle,
-    find_home,
-    launchers_own,
+    find_cgroup_root,
+    launcher_group,
     remove_stale,
 )
-from hetjax.launch.signals import Signals
-from hetjax.launch.team import Ending, Member, Team
+from hetjax.launch.supervisor import AttemptResult, ProcessSpec, Supervisor
 
-MISTAKE = 2  # a program's exit code for a mistake of its user, which starting again would only repeat
-_EVERYWHERE = ("0.0.0.0", "::")
+USAGE_ERROR = 2  # exit code of a program for a mistake of its user, which a restart would only repeat
+_ALL_INTERFACES = ("0.0.0.0", "::")
 
 
 def launch(options: Options, program: Sequence[str]) -> int:
-    """Run the program; the exit code of the first process that failed, or 0. Mistakes raise before anything starts."""
+    """Run the program in several processes.
+
+    Args:
+        options: the launcher's flags
+        program: the program and its arguments
+
+    Returns:
+        The exit code of the process that failed first, or 0.
+
+    Raises:
+        ValueError, OSError: a flag is invalid or cannot be satisfied here; nothing was started.
+    """
     flags.check(options)
     command = flags.command_of(program)
     cores_P, disturbances = flags.quotas_of(options), flags.disturbances_of(options)
-    shares_of_gpus(options.processes, gpus_here(os.environ))
-    _address(options)
-    home = None
+    split_gpus(options.processes, visible_gpus(os.environ))
+    _addresses(options)
+    root = None
     if cores_P is not None or disturbances:
-        home = _find_home(cores_P or disturbances[0].cores_P, program)
-        remove_stale(home)
-    run = _Launch(options, command, cores_P or (None,) * options.processes, disturbances, home)
+        root = _cgroup_root(cores_P or disturbances[0].cores_P, program)
+        remove_stale(root)
+    run = _Launch(options, command, cores_P or (None,) * options.processes, disturbances, root)
     with ExitStack() as stack:
         run.signals = stack.enter_context(Signals())
         run.guard = Guard()
-        stack.callback(run.guard.dismiss)
-        if home is not None and (inside := launchers_own(home.path)).is_dir():
-            run.guard.tell("+inside", inside)
+        stack.callback(run.guard.close)
+        if root is not None and (group := launcher_group(root.path)).is_dir():
+            run.guard.send("+inside", group)
         run.folder = Path(tempfile.mkdtemp(prefix="hetjax-launch-"))
         stack.callback(shutil.rmtree, run.folder, ignore_errors=True)
-        run.guard.tell("+folder", run.folder)
+        run.guard.send("+folder", run.folder)
         return run.attempts()
 
 
 class _Launch:
-    """One call of the launcher, over all its attempts."""
+    """One call of the launcher, over all its attempts. Ranks number the processes of the current attempt from 0."""
 
     signals: Signals
     guard: Guard
@@ -77,39 +87,40 @@ class _Launch:
         command: Sequence[str],
         cores_P: Sequence[float | None],
         disturbances: Sequence[Disturbance],
-        home: CgroupRoot | None,
+        root: CgroupRoot | None,
     ):
         self.options, self.command, self.cores_P = options, command, cores_P
-        self.disturbances, self.home, self.began = disturbances, home, time.time()
+        self.disturbances, self.root, self.started_at = disturbances, root, time.time()
 
     def attempts(self) -> int:
         members, restarts = list(range(self.options.processes)), 0
         while True:
-            ending = self._attempt(members, restarts)
-            if ending.code in (0, MISTAKE) or ending.asked:
-                return ending.code
-            left = [m for place, m in enumerate(members) if place not in ending.lost or not self.options.elastic]
+            result = self._attempt(members, restarts)
+            if result.code in (0, USAGE_ERROR) or result.signaled:
+                return result.code
+            left = [m for rank, m in enumerate(members) if rank not in result.lost or not self.options.elastic]
             allowed = self.options.restart or (self.options.processes - 1 if self.options.elastic else 0)
             if restarts >= allowed or not left:
                 if restarts:
-                    self._say(f"gives up after {restarts} further starts")
-                return ending.code
-            if late := self.signals.taken():
-                return 128 + late[0]
+                    _log(f"giving up after {_number(restarts, 'restart')}")
+                return result.code
+            if signals := self.signals.take():
+                return 128 + signals[0]
             restarts, members = restarts + 1, left
-            several = f"{len(members)} processes" if len(members) > 1 else "1 process"
-            self._say(f"starts again with {several} from the last checkpoint ({restarts} of at most {allowed} times)")
+            size = _number(len(members), "process", "es")
+            _log(f"restarting with {size} from the last checkpoint (restart {restarts} of at most {allowed})")
 
-    def _attempt(self, members: Sequence[int], restarts: int) -> Ending:
+    def _attempt(self, members: Sequence[int], restarts: int) -> AttemptResult:
+        ranks = range(len(members))
         with ExitStack() as stack:
             folder = self.folder / f"attempt-{restarts}"
             folder.mkdir()
-            listeners = [Listener(folder, place) for place in range(len(members))]
-            for listener in listeners:
+            listeners_P = [Listener(folder, rank) for rank in ranks]
+            for listener in listeners_P:
                 stack.callback(listener.close)
-            quotas_P = [stack.enter_context(CpuQuota(f"process{m}", self.home)) for m in members] if self.home else []
+            quotas_P = [stack.enter_context(CpuQuota(f"process{m}", self.root)) for m in members] if self.root else []
             for quota in quotas_P:
-                self.guard.tell("+cgroup", quota.path)
+                self.guard.send("+cgroup", quota.path)
             cores_P = [self.cores_P[m] for m in members]
             throttle = None
             if quotas_P:
@@ -118,42 +129,35 @@ class _Launch:
                     cores_P,
                     [Disturbance(d.step, tuple(d.cores_P[m] for m in members)) for d in self.disturbances],
                     from_start=self.options.quota_from == "start",
-                    say=self._say,
+                    log=_log,
                 )
-                throttle.follow([listener.read() for listener in listeners], [True] * len(members))
-            pinned: list[list[int] | None] = [None] * len(members)
+                throttle.update([listener.read() for listener in listeners_P], [True for _ in ranks])
+            pinned_P: list[list[int] | None] = [None for _ in ranks]
             if self.options.pin:
-                pinned = [*cores_for([cores or 1.0 for cores in cores_P], sorted(os.sched_getaffinity(0)))]
-            coordinator, bind = _address(self.options, wait=restarts > 0)
-            gpus = shares_of_gpus(len(members), gpus_here(os.environ))
-            team = Team(
-                [
-                    Member(
-                        self._command(restarts),
-                        self._environment(place, members, coordinator, bind, folder, restarts, gpus[place]),
-                        listeners[place],
-                        quotas_P[place] if quotas_P else None,
-                        pinned[place],
-                    )
-                    for place in range(len(members))
-                ],
-                self.options,
-                self.signals,
-                self.guard,
-                throttle,
-                self._say,
-                wants_color(sys.stdout.buffer),
-            )
-            return team.run()
+                pinned_P = [*split_cores([cores or 1.0 for cores in cores_P], sorted(os.sched_getaffinity(0)))]
+            coordinator, bind = _addresses(self.options, wait=restarts > 0)
+            gpus_P = split_gpus(len(members), visible_gpus(os.environ))
+            specs = [
+                ProcessSpec(
+                    self._command(restarts),
+                    self._environment(rank, members, coordinator, bind, folder, restarts, gpus_P[rank]),
+                    listeners_P[rank],
+                    quotas_P[rank] if quotas_P else None,
+                    pinned_P[rank],
+                )
+                for rank in ranks
+            ]
+            colored = wants_color(sys.stdout.buffer)
+            return Supervisor(specs, self.options, self.signals, self.guard, throttle, _log, colored).run()
 
     def _command(self, restarts: int) -> list[str]:
         flag = self.options.resume_flag
-        again = restarts > 0 and flag != "" and flag not in self.command
-        return [*self.command, flag] if again else list(self.command)
+        resumes = restarts > 0 and flag != "" and flag not in self.command
+        return [*self.command, flag] if resumes else list(self.command)
 
     def _environment(
         self,
-        process: int,
+        rank: int,
         members: Sequence[int],
         coordinator: str,
         bind: str,
@@ -161,36 +165,41 @@ class _Launch:
         restarts: int,
         gpus: str | None,
     ) -> dict[str, str]:
-        told = {
+        variables = {
             environment.COORDINATOR: coordinator,
             environment.BIND: bind,
             environment.PROCESSES: str(len(members)),
-            environment.PROCESS: str(process),
+            environment.PROCESS: str(rank),
             environment.HEARTBEAT: str(folder),
             environment.PROGRAMS: os.environ.get(environment.PROGRAMS) or str(self.folder / "programs"),
             "PYTHONUNBUFFERED": "1",
         }
         if lost := sorted(set(range(self.options.processes)) - set(members)):
-            told[environment.LOST] = ",".join(map(str, lost))
+            variables[environment.LOST] = ",".join(map(str, lost))
         if restarts:
-            told[environment.RESTART] = str(restarts)
+            variables[environment.RESTART] = str(restarts)
         if len(self._command(restarts)) > len(self.command):
-            told[environment.STARTED] = str(self.began)
+            variables[environment.STARTED] = str(self.started_at)
         if gpus is not None:
-            told["JAX_LOCAL_DEVICE_IDS"] = gpus
-        return {**os.environ, **told}
-
-    def _say(self, told: str) -> None:
-        sys.stderr.write(f"[launcher] {told}\n")
-        sys.stderr.flush()
+            variables["JAX_LOCAL_DEVICE_IDS"] = gpus
+        return {**os.environ, **variables}
 
 
-def _address(options: Options, wait: bool = False) -> tuple[str, str]:
-    """Where processes meet and where process 0 listens: a free port, or the one that was asked for, if it is free.
+def _log(message: str) -> None:
+    sys.stderr.write(f"[launcher] {message}\n")
+    sys.stderr.flush()
 
-    `wait`: the port was ours until a moment ago.
+
+def _number(count: int, noun: str, plural: str = "s") -> str:
+    return f"{count} {noun}{'' if count == 1 else plural}"
+
+
+def _addresses(options: Options, wait: bool = False) -> tuple[str, str]:
+    """The coordinator's address and the one that process 0 listens on, with --port or a free port.
+
+    Raises OSError if the port is taken; `wait` retries for a while, as the previous attempt may still be releasing it.
     """
-    host = "127.0.0.1" if options.bind in _EVERYWHERE else options.bind
+    host = "127.0.0.1" if options.bind in _ALL_INTERFACES else options.bind
     port = options.port or free_port(options.bind)
     shown = {name: f"[{name}]" if ":" in name else name for name in (host, options.bind)}
     bind = f"{shown[options.bind]}:{port}"
@@ -206,9 +215,9 @@ def _address(options: Options, wait: bool = False) -> tuple[str, str]:
             return f"{shown[host]}:{port}", bind
 
 
-def _find_home(cores_P: Sequence[float], program: Sequence[str]) -> CgroupRoot:
+def _cgroup_root(cores_P: Sequence[float], program: Sequence[str]) -> CgroupRoot:
     try:
-        return find_home()
+        return find_cgroup_root()
     except QuotasRefused as refused:
         speeds = ",".join(f"{cores:g}" for cores in cores_P)
         raise QuotasRefused(

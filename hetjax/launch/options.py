@@ -1,4 +1,4 @@
-"""The flags of `python -m hetjax launch`, and what their texts mean; a mistake is answered by a sentence."""
+"""The flags of `python -m hetjax launch`: declared, checked and parsed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ import tyro
 
 from hetjax.launch.quotas import Disturbance, check_cores
 
-RESTARTS = 3  # where --restart says no number
+RESTARTS = 3  # for --restart without a number
 _EXAMPLE = "python -m hetjax launch --processes 2 -- experiments/train.py --steps 100"
 
 
-def _shown(metavar: str) -> object:
+def optional(metavar: str) -> object:
+    """Shows a flag in --help with this metavar and without "(default: None)"."""
     return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
 
 
@@ -27,99 +28,102 @@ class Options:
     """How to start the program, and what to do when a process fails."""
 
     processes: int = 2
-    """how many processes"""
-    quotas: Annotated[str | None, _shown("CORES,...")] = None
-    """CPU time of each process in cores, such as 0.8,0.4; needs a control group, see the README"""
+    """number of processes"""
+    quotas: Annotated[str | None, optional("CORES,...")] = None
+    """CPU quota of each process in cores, such as 0.8,0.4; needs cgroup permissions, see the README"""
     quota_from: Literal["first-step", "start"] = "first-step"
-    """quotas hold while steps are taken, so that compiling is not slowed down; or from the start on"""
-    disturb: Annotated[str | None, _shown("STEP:QUOTAS;...")] = None
-    """other quotas from a step of process 0 on, such as '30:0.2,0.8;90:0.8,0.2'"""
+    """apply quotas only while steps are taken, so that compilation is not slowed down, or from the start"""
+    disturb: Annotated[str | None, optional("STEP:QUOTAS;...")] = None
+    """change the quotas when process 0 reaches a step, such as '30:0.2,0.8;90:0.8,0.2'"""
     pin: bool = False
-    """keep each process on cores of its own, in proportion to the quotas; shared where there are too few"""
+    """pin each process to its own cores, in proportion to the quotas; cores are shared if there are too few"""
     restart: int = 0
-    """when a process fails start all again, with --resume, at most so often (3 if no number is given)"""
+    """maximum number of restarts of all processes, with --resume, after a failure (3 if given without a number)"""
     elastic: bool = False
-    """start again without the process that failed, until none is left"""
+    """restart without the process that failed, as long as one is left"""
     resume_flag: str = "--resume"
-    """what is added to the program's arguments when it is started again; empty for nothing"""
-    port: Annotated[int | None, _shown("INT")] = None
-    """where the processes meet; a free one unless told"""
+    """argument added to the program's arguments in a restart; empty to add none"""
+    port: Annotated[int | None, optional("INT")] = None
+    """port of the coordinator, process 0 (default: a free one)"""
     bind: str = "127.0.0.1"
-    """address that process 0 listens on; loopback can be reached from this machine only"""
+    """address that process 0 listens on; loopback is reachable from this machine only"""
     silent_limit: float = 10.0
-    """seconds without a sign of life after which a process counts as hung"""
+    """seconds without a heartbeat after which a process counts as hung"""
     step_limit: float = 900.0
-    """seconds without a step, while steps are taken, after which a process counts as hung"""
+    """seconds without a completed step, during training, after which a process counts as hung"""
     grace: float = 5.0
-    """seconds between SIGTERM and SIGKILL when the others have to end"""
+    """seconds between SIGTERM and SIGKILL when the remaining processes are stopped"""
 
 
 def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The launcher's own arguments and, after --, the program's; --restart without a number gets one."""
-    given = list(arguments)
-    cut = given.index("--") if "--" in given else len(given)
-    own, program = given[:cut], given[cut + 1 :]
-    for place, argument in enumerate(own):
-        if argument == "--restart" and (place + 1 == len(own) or own[place + 1].startswith("-")):
-            own[place] = f"--restart={RESTARTS}"
+    """Split at `--` into the launcher's arguments and the program; completes --restart without a number."""
+    arguments = list(arguments)
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    own, program = arguments[:end], arguments[end + 1 :]
+    for i, argument in enumerate(own):
+        if argument == "--restart" and (i + 1 == len(own) or own[i + 1].startswith("-")):
+            own[i] = f"--restart={RESTARTS}"
     return own, program
 
 
 def check(options: Options) -> None:
-    """Numbers that make no sense are refused."""
+    """Raise ValueError for numbers out of range."""
     most = max(64, 16 * (os.cpu_count() or 1))
     if not 1 <= options.processes <= most:
         raise ValueError(f"--processes is {options.processes}: expected 1 to {most} on this machine.")
     if options.restart < 0:
-        raise ValueError(f"--restart is {options.restart}: expected how often to start again, 0 for never.")
+        raise ValueError(f"--restart is {options.restart}: expected a number of restarts, 0 for none.")
     if options.port is not None and not 0 < options.port < 65536:
         raise ValueError(f"--port is {options.port}: expected 1 to 65535.")
-    for flag in ("silent_limit", "step_limit", "grace"):
-        if not getattr(options, flag) > 0:
-            raise ValueError(f"--{flag.replace('_', '-')} is {getattr(options, flag)}: expected seconds above 0.")
+    for name in ("silent_limit", "step_limit", "grace"):
+        if not getattr(options, name) > 0:
+            raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}: expected seconds above 0.")
     if options.silent_limit < 2:
-        raise ValueError(f"--silent-limit is {options.silent_limit}: signs come twice a second, give at least 2 s.")
+        raise ValueError(
+            f"--silent-limit is {options.silent_limit}: expected at least 2 s, as heartbeats are 0.5 s apart."
+        )
 
 
 def quotas_of(options: Options) -> tuple[float, ...] | None:
+    """The quotas of --quotas; None without it."""
     return None if options.quotas is None else _cores("--quotas", options.quotas, options.processes)
 
 
 def disturbances_of(options: Options) -> tuple[Disturbance, ...]:
+    """The quota changes of --disturb."""
     if options.disturb is None:
         return ()
-    found = []
+    disturbances = []
     for part in options.disturb.split(";"):
         step, colon, cores = part.partition(":")
         if not colon or not step.strip().isdigit():
-            raise ValueError(
-                f"--disturb has {part!r}: expected STEP:QUOTAS, such as 30:0.2,0.8, with ; between several."
-            )
-        found.append(Disturbance(int(step), _cores(f"--disturb at step {step.strip()}", cores, options.processes)))
-    steps = [disturbance.step for disturbance in found]
+            raise ValueError(f"--disturb has {part!r}: expected STEP:QUOTAS, such as 30:0.2,0.8, separated by ;.")
+        cores_P = _cores(f"--disturb at step {step.strip()}", cores, options.processes)
+        disturbances.append(Disturbance(int(step), cores_P))
+    steps = [disturbance.step for disturbance in disturbances]
     if steps != sorted(set(steps)):
-        raise ValueError(f"--disturb names the steps {steps}: expected each once, in rising order.")
-    return tuple(found)
+        raise ValueError(f"--disturb names the steps {steps}: expected each once, in increasing order.")
+    return tuple(disturbances)
 
 
 def _cores(flag: str, text: str, processes: int) -> tuple[float, ...]:
     try:
         cores_P = tuple(float(part) for part in text.split(","))
     except ValueError:
-        raise ValueError(f"{flag} is {text!r}: expected cores with commas between, such as 0.8,0.4.") from None
+        raise ValueError(f"{flag} is {text!r}: expected cores separated by commas, such as 0.8,0.4.") from None
     if len(cores_P) != processes:
         raise ValueError(f"{flag} gives {len(cores_P)} quotas for {processes} processes: give one for each.")
     for cores in cores_P:
         check_cores(cores)
-        if cores > (here := len(os.sched_getaffinity(0))):
-            raise ValueError(f"{flag} gives a process {cores:g} cores, and there are {here} here: give at most {here}.")
+        if cores > (most := len(os.sched_getaffinity(0))):
+            raise ValueError(f"{flag} gives a process {cores:g} cores: this machine has {most}, give at most that.")
     return cores_P
 
 
 def command_of(program: Sequence[str]) -> list[str]:
-    """The command that starts the program: a Python file, -m MODULE, or anything that can be run."""
+    """The command line of the program: a Python file, -m MODULE, or an executable."""
     if not program:
-        raise ValueError(f"There is nothing to run: name the program after --, as in {_EXAMPLE}.")
+        raise ValueError(f"There is nothing to run: give the program after --, as in {_EXAMPLE}.")
     first, *rest = program
     if first == "-m":
         return [sys.executable, *program]
@@ -127,8 +131,8 @@ def command_of(program: Sequence[str]) -> list[str]:
     if path.is_file():
         python = path.suffix == ".py" or not os.access(path, os.X_OK)
         return [sys.executable, *program] if python else [str(path.resolve()), *rest]
-    if (found := shutil.which(first)) is None:
+    if (executable := shutil.which(first)) is None:
         raise ValueError(
-            f"There is no program {first!r} here: expected a Python file, -m MODULE or a command, as in {_EXAMPLE}."
+            f"There is no program {first!r}: expected a Python file, -m MODULE or a command, as in {_EXAMPLE}."
         )
-    return [found, *rest]
+    return [executable, *rest]

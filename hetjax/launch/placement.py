@@ -1,9 +1,4 @@
-"""Which cores and which GPUs each process gets.
-
-Which of this machine's GPUs each process gets: JAX would let every process take all of them.
-
-Which cores each process keeps to: a share of them in proportion to its quota, or one that it shares.
-"""
+"""Which CPU cores and which GPUs of this machine each process gets."""
 
 from __future__ import annotations
 
@@ -12,18 +7,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
-def gpus_here(environment: Mapping[str, str], dev: Path = Path("/dev")) -> int:
-    """How many GPUs a process of this machine sees; 0 where JAX was told to use the CPU."""
+def visible_gpus(environment: Mapping[str, str], dev: Path = Path("/dev")) -> int:
+    """Number of GPUs that a process would see; 0 if JAX_PLATFORMS selects other platforms."""
     platforms = environment.get("JAX_PLATFORMS", "").lower()
     if platforms and not any(name in platforms for name in ("cuda", "gpu", "rocm")):
         return 0
-    there = sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in dev.glob("nvidia*"))
+    present = sum(bool(re.fullmatch(r"nvidia\d+", path.name)) for path in dev.glob("nvidia*"))
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    return there if visible is None else min(there, len([name for name in visible.split(",") if name.strip()]))
+    return present if visible is None else min(present, len([name for name in visible.split(",") if name.strip()]))
 
 
-def shares_of_gpus(processes: int, gpus: int) -> list[str | None]:
-    """JAX_LOCAL_DEVICE_IDS for each process: GPUs of its own, as many as the others, give or take one."""
+def split_gpus(processes: int, gpus: int) -> list[str | None]:
+    """JAX_LOCAL_DEVICE_IDS of each process: disjoint, equal in number up to one; None for all without GPUs.
+
+    Without it JAX would let every process use all GPUs.
+    """
     if gpus == 0:
         return [None] * processes
     if processes > gpus:
@@ -35,11 +33,12 @@ def shares_of_gpus(processes: int, gpus: int) -> list[str | None]:
     return [",".join(map(str, range(bounds[i], bounds[i + 1]))) for i in range(processes)]
 
 
-def cores_for(weights: Sequence[float], cores: Sequence[int]) -> list[list[int]]:
-    """Cores for each process by its weight (all alike: round robin).
+def split_cores(weights: Sequence[float], cores: Sequence[int]) -> list[list[int]]:
+    """Cores of each process in proportion to its weight.
 
-    With enough cores each process has its own, at least one, the others going where weight per core is highest. With
-    more processes than cores each has one, the heaviest first onto the core with the least weight.
+    With enough cores they are disjoint: one for each process, the rest one by one to the highest weight per core. With
+    more processes than cores each gets one, the heaviest first onto the core with the least weight; equal weights
+    give round robin.
     """
     heaviest = sorted(range(len(weights)), key=lambda i: (-weights[i], i))
     if len(weights) <= len(cores):

@@ -1,11 +1,13 @@
-"""What a checkpoint says is checked when it is read: one that says nonsense is passed over, a newer format refused."""
+"""The contents of a checkpoint are validated when read: invalid ones are skipped, newer formats refused."""
 
 import json
+import shutil
 
 import jax
 import numpy as np
 import pytest
 from fake_trainer import FakeTrainer
+from saved_states import assert_trees_equal
 from tiny_problem import trainer_for
 
 from hetjax import checkpoint
@@ -21,15 +23,15 @@ def state_at(step):
 
 
 def rewrite(path, *keys_and_value):
-    """Change one value of run.json, so that only its content gives it away: the manifest is made anew."""
+    """Change one value of run.json and the manifest with it, so that the digests match."""
     *keys, last, value = keys_and_value
-    run = place = json.loads((path / "run.json").read_text())
+    run = parent = json.loads((path / "run.json").read_text())
     for key in keys:
-        place = place[key]
+        parent = parent[key]
     if value is ABSENT:
-        del place[last]
+        del parent[last]
     else:
-        place[last] = value
+        parent[last] = value
     reseal(path, json.dumps(run))
 
 
@@ -39,37 +41,47 @@ def reseal(path, text):
     checkpoint.folder._seal(path)
 
 
+@pytest.fixture(scope="module")
+def two_saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    for step in (10, 20):
+        checkpoint.save(folder, state_at(step), FakeTrainer({"seed": 0}))
+    return folder
+
+
 @pytest.fixture
-def two(tmp_path, caplog):
-    """Two checkpoints; `check(words)` finds that the second is named and the first is used."""
-    _, new = (checkpoint.save(tmp_path, state_at(step), FakeTrainer({"seed": 0})) for step in (10, 20))
+def two(two_saved, tmp_path, caplog):
+    """A copy of two checkpoints; `check(words)` expects the second to be reported and the first to be restored."""
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(two_saved, folder)
+    new = folder / "step_00000020"
 
     def check(words):
         with pytest.raises(checkpoint.Damaged, match=words):
             checkpoint.restore(new, state_at(0), FakeTrainer())
         caplog.clear()
-        assert checkpoint.restore_latest(tmp_path, state_at(0), FakeTrainer()).state.step == 10
+        assert checkpoint.restore_latest(folder, state_at(0), FakeTrainer()).state.step == 10
         assert f"{new}" in caplog.text
-        assert "Trying the checkpoint before it." in caplog.text
+        assert "Trying the previous checkpoint." in caplog.text
 
     return new, check
 
 
-def test_the_format_is_numbered_and_a_checkpoint_without_a_number_is_read(two):
+def test_a_checkpoint_without_a_format_number_can_be_read(two):
     new, _ = two
     assert json.loads((new / "run.json").read_text())["format"] == checkpoint.FORMAT == 1
     rewrite(new, "format", ABSENT)
-    found = checkpoint.restore(new, state_at(0), FakeTrainer())
-    assert found.state.step == 20
-    for mine, saved in zip(jax.tree.leaves(found.state), jax.tree.leaves(state_at(20)), strict=True):
-        np.testing.assert_array_equal(mine, saved)
+    restored = checkpoint.restore(new, state_at(0), FakeTrainer()).state
+    assert restored.step == 20
+    assert_trees_equal((restored.core, restored.more), (state_at(20).core, state_at(20).more))
 
 
-def test_a_newer_format_is_refused_and_no_older_checkpoint_used_instead(two, tmp_path):
-    rewrite(two[0], "format", checkpoint.FORMAT + 1)
-    for restore, place in ((checkpoint.restore, two[0]), (checkpoint.restore_latest, tmp_path)):
+def test_a_newer_format_is_refused_not_skipped(two):
+    new, _ = two
+    rewrite(new, "format", checkpoint.FORMAT + 1)
+    for restore, path in ((checkpoint.restore, new), (checkpoint.restore_latest, new.parent)):
         with pytest.raises(checkpoint.NewerFormat, match=r"step_00000020 .* it has format 2 .* Update hetjax"):
-            restore(place, state_at(0), FakeTrainer())
+            restore(path, state_at(0), FakeTrainer())
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -82,7 +94,7 @@ def test_a_missing_key_is_named(two, key):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (("step", "x"), "step is 'x', expected a whole number of at least 0"),
+        (("step", "x"), "step is 'x', expected a non-negative integer"),
         (("step", 2.5), "step is 2.5"),
         (("step", True), "step is True"),
         (("cursor", -5), "cursor is -5"),
@@ -110,36 +122,46 @@ def test_a_missing_key_is_named(two, key):
         (("extra", 1), "extra is 1"),
     ],
 )
-def test_a_value_that_makes_no_sense_is_named(two, change, words):
+def test_an_invalid_value_is_named(two, change, words):
     new, check = two
     rewrite(new, *change)
     check(words)
 
 
 @pytest.mark.parametrize("text", ["[1]", "not JSON", "[" * 100_000])
-def test_no_object_at_all(two, text):
+def test_a_file_that_is_no_object(two, text):
     new, check = two
     reseal(new, text)
     check("cannot be read")
 
 
 @pytest.mark.parametrize("make", [lambda path: path.mkdir(), lambda path: path.write_text("[" * 100_000)])
-def test_a_manifest_that_is_none(two, make):
+def test_a_broken_manifest(two, make):
     new, check = two
     (new / "manifest.json").unlink()
     make(new / "manifest.json")
-    check("no whole checkpoint: its manifest.json is missing or broken")
+    check("not a complete checkpoint: its manifest.json is missing or broken")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Checkpoints of steps 2 and 4 of a real trainer."""
+    folder = tmp_path_factory.mktemp("trained")
+    trainer, source, fresh = trainer_for(jax.devices()[:2])
+    with trainer, checkpoint.Saver(folder, trainer, steps=2) as saver:
+        trainer.fit(fresh, source, steps=4, hooks=[saver])
+    return folder
 
 
 @pytest.mark.parametrize("keys", [("sync",), ("order",), ("batch_size",), ("controller", "workers")])
-def test_what_a_trainer_misses_is_taken_from_the_checkpoint_before(tmp_path, keys, caplog):
-    trainer, source, fresh = trainer_for(jax.devices()[:2])
-    with trainer, checkpoint.Saver(tmp_path, trainer, steps=2) as saver:
-        trainer.fit(fresh, source, steps=4, hooks=[saver])
-    rewrite(saver.last, "trainer", *keys, ABSENT)
+def test_a_checkpoint_that_lacks_what_the_trainer_needs_is_skipped(trained, tmp_path, keys, caplog):
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(trained, folder)
+    first, second = folder / "step_00000002", folder / "step_00000004"
+    rewrite(second, "trainer", *keys, ABSENT)
     trainer, _, fresh = trainer_for(jax.devices()[:2])
-    assert checkpoint.restore_latest(tmp_path, fresh, trainer).state.step == 2
-    assert f"{saver.last} is incomplete or malformed (KeyError: '{keys[-1]}')." in caplog.text
-    rewrite(checkpoint.latest(tmp_path).with_name("step_00000002"), "trainer", *keys, ABSENT)
+    assert checkpoint.restore_latest(folder, fresh, trainer).state.step == 2
+    assert f"{second} is incomplete or malformed (KeyError: '{keys[-1]}')." in caplog.text
+    rewrite(first, "trainer", *keys, ABSENT)
     with pytest.raises(checkpoint.Damaged, match="None of the 2 checkpoints"):
-        checkpoint.restore_latest(tmp_path, fresh, trainer)
+        checkpoint.restore_latest(folder, fresh, trainer)

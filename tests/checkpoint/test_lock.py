@@ -1,4 +1,4 @@
-"""One program at a time writes to a folder: another one is refused by name, and a killed one stands in nobody's way."""
+"""One program at a time writes to a folder: others are refused, naming it; the lock of a killed one is released."""
 
 import errno
 import json
@@ -10,15 +10,14 @@ import sys
 from contextlib import contextmanager, suppress
 
 import jax
-import numpy as np
 import pytest
 from fake_trainer import FakeTrainer
+from saved_states import names, state_at
 
 from hetjax import checkpoint
 from hetjax.checkpoint import lock
-from hetjax.reduce.update import State
 
-# Holds a folder until it is killed; "orphan": from a process that has ended, with a child that has not.
+# Holds a folder until it is killed; "orphan": the holder ends and leaves a child.
 HOLDING = """
 import os, runpy, signal, sys
 runpy.run_path(sys.argv[1])["FolderLock"](sys.argv[2]).hold()
@@ -31,7 +30,7 @@ signal.pause()
 
 @contextmanager
 def held_by_another(folder, how="alone"):
-    """Another process holds the folder, or has left a child behind; it is killed at the end, if it was not before."""
+    """Another process holds the folder, or has left a child behind; killed at the end."""
     command = [sys.executable, "-c", HOLDING, lock.__file__, str(folder), how]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
         pid = int(program.stdout.readline().split()[1])
@@ -42,15 +41,7 @@ def held_by_another(folder, how="alone"):
                 os.kill(pid, signal.SIGKILL)
 
 
-def state_at(step):
-    return State({"w": np.zeros(3, np.float32)}, None, None, None, step)
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
-
-
-def test_a_folder_in_use_is_refused_by_name_and_left_alone(tmp_path):
+def test_a_folder_in_use_is_refused_and_left_unchanged(tmp_path):
     (tmp_path / "draft_00000001").mkdir()
     with held_by_another(tmp_path) as program:
         for use in (
@@ -62,7 +53,7 @@ def test_a_folder_in_use_is_refused_by_name_and_left_alone(tmp_path):
         assert names(tmp_path) == [".lock", "draft_00000001"]
 
 
-def test_the_lock_of_a_killed_process_is_taken_over_at_once(tmp_path):
+def test_the_lock_of_a_killed_process_is_released(tmp_path):
     with held_by_another(tmp_path) as program:
         program.kill()
         program.wait()
@@ -79,8 +70,8 @@ def test_a_child_that_outlives_the_holder_does_not_keep_the_lock(tmp_path):
     assert names(tmp_path) == ["step_00000001"]
 
 
-def test_one_process_may_have_several_savers_and_closes_what_it_held(tmp_path):
-    """As in a notebook, where a cell is run again."""
+def test_one_process_may_have_several_savers(tmp_path):
+    """As in a notebook when a cell is run again."""
     first = checkpoint.Saver(tmp_path, FakeTrainer())
     second = checkpoint.Saver(tmp_path, FakeTrainer())
     second.close()
@@ -92,7 +83,7 @@ def test_one_process_may_have_several_savers_and_closes_what_it_held(tmp_path):
     assert names(tmp_path) == ["step_00000001", "step_00000002"]
 
 
-def test_a_folder_that_was_removed_and_taken_by_another_is_not_written_to(tmp_path):
+def test_a_removed_folder_that_another_program_took_is_not_written_to(tmp_path):
     folder = tmp_path / "run"
     saver = checkpoint.Saver(folder, FakeTrainer())
     shutil.rmtree(folder)
@@ -107,13 +98,13 @@ def test_a_folder_that_was_removed_and_taken_by_another_is_not_written_to(tmp_pa
         assert names(folder) == [".lock"]
 
 
-def test_only_the_process_that_writes_locks(tmp_path, monkeypatch):
+def test_only_process_0_locks(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     with held_by_another(tmp_path), checkpoint.Saver(tmp_path, FakeTrainer()):
         pass
 
 
-def test_a_file_system_without_locks_is_named_and_used(tmp_path, monkeypatch, caplog):
+def test_a_file_system_without_locks_gives_a_warning(tmp_path, monkeypatch, caplog):
     def refused(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -124,7 +115,7 @@ def test_a_file_system_without_locks_is_named_and_used(tmp_path, monkeypatch, ca
     assert "cannot be locked (No locks available)" in caplog.text
 
 
-def test_a_folder_made_for_the_lock_alone_goes_with_it(tmp_path):
+def test_a_folder_created_for_the_lock_is_removed_with_it(tmp_path):
     with checkpoint.FolderLock(tmp_path / "new"):
         assert names(tmp_path / "new") == [".lock"]
     assert names(tmp_path) == []

@@ -28,7 +28,7 @@ from bench_cluster import (
 from benches.cluster_worker import swapped
 from rich.console import Console
 
-from hetjax.launch.quotas import QuotasRefused, find_home
+from hetjax.launch.quotas import QuotasRefused, find_cgroup_root
 
 ROOT = Path(__file__).parents[2]
 
@@ -173,7 +173,7 @@ def test_few_steps_are_made_in_fewer_rounds_and_refused_quotas_are_a_sentence(st
 @pytest.mark.slow
 def test_a_quick_run(tmp_path):
     try:
-        home = find_home()
+        home = find_cgroup_root()
     except QuotasRefused as refused:
         pytest.skip(str(refused))
     path = tmp_path / "cluster.json"

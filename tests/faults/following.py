@@ -1,16 +1,14 @@
-"""A launched run followed from outside: the rows that it writes, what the launcher says, its processes to strike at."""
+"""Follows a launched run from outside: the rows it writes, the launcher's messages, signals to its processes."""
 
 import json
 import os
 import re
 import threading
-import time
 from pathlib import Path
 
 import launching
 
-DETECTED = 15.0  # seconds within which the launcher has to notice
-LIMIT = 120.0  # for everything that takes its time on a busy machine
+LIMIT = 120.0  # seconds, on a busy machine
 
 
 def until(condition, what):
@@ -18,23 +16,23 @@ def until(condition, what):
 
 
 class Run:
-    """A launcher with its program, which writes a row of JSON for every step to `path`."""
+    """A launcher whose program writes one row of JSON per step to `path`."""
 
-    def __init__(self, place, path, *arguments):
-        self.place, self.path = place, path
+    def __init__(self, sandbox, path, *arguments):
+        self.sandbox, self.path = sandbox, path
         self.program = str(next(a for a in arguments if str(a).endswith(".py")))
-        self.launcher = place.start(*arguments)
-        self.said, self.out = [], []
+        self.launcher = sandbox.start(*arguments)
+        self.err, self.out = [], []
         self.readers = [
             threading.Thread(target=self._read, args=(stream, lines), daemon=True)
-            for stream, lines in ((self.launcher.stderr, self.said), (self.launcher.stdout, self.out))
+            for stream, lines in ((self.launcher.stderr, self.err), (self.launcher.stdout, self.out))
         ]
         for reader in self.readers:
             reader.start()
 
     def _read(self, stream, lines):
         for line in stream:
-            lines.append((time.monotonic(), line.rstrip("\n")))
+            lines.append(line.rstrip("\n"))
 
     def rows(self):
         lines = self.path.read_text().splitlines() if self.path.exists() else []
@@ -42,43 +40,42 @@ class Run:
 
     def wait_for_rows(self, number):
         until(lambda: len(self.rows()) >= number or self.launcher.poll() is not None, f"{number} rows")
-        assert self.launcher.poll() is None, self.said
+        assert self.launcher.poll() is None, self.err
 
-    def heard(self, words):
-        """How often the launcher said this."""
-        return sum(words in line for _, line in self.said)
+    def messages(self, words):
+        """The number of lines on stderr that contain these words."""
+        return sum(words in line for line in self.err)
 
-    def pid(self, process):
-        """Of that process of the present attempt."""
-        for pid in self.place.processes():
+    def wait_for_restart(self, number=1):
+        until(lambda: self.messages("restarting with") == number, "a restart")
+
+    def send_signal(self, process, number):
+        """Send a signal to a process and wait until the launcher reports that it is lost."""
+        pid = self._pid(process)
+        os.kill(pid, number)
+        report = re.compile(rf"\[launcher\] process {process} \(pid {pid}\)")
+        reported = lambda: any(report.search(line) for line in self.err)
+        until(lambda: reported() or not any(reader.is_alive() for reader in self.readers), f"a report on {process}")
+        assert reported(), self.err
+
+    def _pid(self, process):
+        """The pid of a process of the current attempt."""
+        for pid in self.sandbox.processes():
             environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
             if b"HETJAX_PROCESS=%d" % process in environment and self.program.encode() in command:
                 return pid
         raise AssertionError(f"there is no process {process}")
 
-    def strike(self, process, number):
-        """Send a signal; the seconds until the launcher says something about that process."""
-        pid = self.pid(process)
-        began = time.monotonic()
-        os.kill(pid, number)
-        named = re.compile(rf"\[launcher\] process {process} \(pid {pid}\)")
-        told = lambda: any(named.search(line) for _, line in self.said)
-        until(lambda: told() or self.launcher.poll() is not None, f"word of process {process}")
-        assert told(), self.said
-        return next(when for when, line in self.said if named.search(line)) - began
-
     def end(self):
-        """The exit code, when everything was read."""
+        """Wait for the end; returns the exit code."""
         code = self.launcher.wait(LIMIT)
         for reader in self.readers:
             reader.join(LIMIT)
         return code
 
-    def kept(self):
-        """The rows that count: of steps that were done again the last ones."""
-        kept = {}
-        for row in self.rows():
-            kept[row["step"]] = row
-        assert sorted(kept) == list(range(1, len(kept) + 1))
-        return [kept[step] for step in sorted(kept)]
+    def final_rows(self):
+        """One row per step: of repeated steps the last row."""
+        final = {row["step"]: row for row in self.rows()}
+        assert sorted(final) == list(range(1, len(final) + 1))
+        return [final[step] for step in sorted(final)]

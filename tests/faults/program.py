@@ -1,6 +1,6 @@
-"""A small run over several processes, as a program of its own: program.py FOLDER STEPS [FLAGS].
+"""A small training run on several processes: program.py FOLDER STEPS [FLAGS].
 
-Process 0 writes a row for every step, with its loss and its samples, to FOLDER/steps.jsonl.
+Process 0 writes one row per step, with its loss and samples, to FOLDER/steps.jsonl.
 """
 
 import argparse
@@ -29,21 +29,21 @@ def main():
     flags.add_argument("--save-seconds", type=float)
     flags.add_argument("--sync", default="allreduce")
     flags.add_argument("--controller", default="balanced")
-    asked = flags.parse_args()
-    place = initialize(wait_limit=60)
-    heart = from_environment()
-    leave(run(asked, place.first, [] if heart is None else [heart]), together=True)
+    options = flags.parse_args()
+    process = initialize(wait_limit=60)
+    heartbeat = from_environment()
+    leave(run(options, process.first, [] if heartbeat is None else [heartbeat]), together=True)
 
 
-def run(asked, first, hooks):
-    """The exit code: 0, or 130 if it was stopped from outside."""
-    folder = asked.folder / "checkpoints"
-    trainer, source, state = trainer_for(jax.devices(), sync=asked.sync, controller=asked.controller)
+def run(options, first, hooks):
+    """Returns the exit code: 0, or 130 if it was interrupted."""
+    folder = options.folder / "checkpoints"
+    trainer, source, state = trainer_for(jax.devices(), sync=options.sync, controller=options.controller)
     with trainer, stop_on_signals(trainer.stop) as interrupt:
-        if asked.resume and (found := checkpoint.restore_latest(folder, state, trainer)) is not None:
+        if options.resume and (found := checkpoint.restore_latest(folder, state, trainer)) is not None:
             state = found.state
 
-        def tell(record, state):
+        def log(record, state):
             if first:
                 row = {
                     "step": record.step,
@@ -51,15 +51,15 @@ def run(asked, first, hooks):
                     "samples": samples_of(record.metrics, int(record.counts_W.sum())),
                     "workers": len(record.counts_W),
                 }
-                with (asked.folder / "steps.jsonl").open("a") as file:
+                with (options.folder / "steps.jsonl").open("a") as file:
                     file.write(json.dumps(row) + "\n")
 
-        with checkpoint.Saver(folder, trainer, steps=asked.save_steps, seconds=asked.save_seconds, keep=3) as saver:
-            left = asked.steps - state.step
-            state, history = trainer.fit(state, source, steps=left, hooks=[tell, saver, interrupt, *hooks])
+        with checkpoint.Saver(folder, trainer, steps=options.save_steps, seconds=options.save_seconds, keep=3) as saver:
+            remaining = options.steps - state.step
+            state, history = trainer.fit(state, source, steps=remaining, hooks=[log, saver, interrupt, *hooks])
             saver.save(history.records[-1], state)
         trainer.evaluate(state, source)
-    return 0 if state.step == asked.steps else 130
+    return 0 if state.step == options.steps else 130
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A program that does nothing but save is killed at random moments: what it leaves is always whole."""
+"""A program that saves all the time is killed at random moments: its last checkpoint is always intact."""
 
 import subprocess
 import sys
@@ -29,7 +29,7 @@ while True:
 """
 
 
-def test_what_a_killed_program_leaves_is_whole(tmp_path, caplog):
+def test_checkpoints_of_a_killed_program_are_intact(tmp_path, caplog):
     seed = 17
     rng = np.random.default_rng(seed)
     print(f"seed {seed}")
@@ -37,14 +37,14 @@ def test_what_a_killed_program_leaves_is_whole(tmp_path, caplog):
     for moment in rng.uniform(0, 0.1, 3):
         command = [sys.executable, "-c", SAVING, str(tmp_path), str(step)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
-            said = [int(program.stdout.readline()) for _ in range(3)]
+            saved = [int(program.stdout.readline()) for _ in range(3)]
             time.sleep(moment)
             program.kill()
-            said += [int(line) for line in program.stdout]
+            saved += [int(line) for line in program.stdout]
         found = checkpoint.restore_latest(tmp_path, like, FakeTrainer()).state
-        assert found.step in (said[-1], said[-1] + 1)  # killed before it could say so
+        assert found.step in (saved[-1], saved[-1] + 1)  # killed before it was printed
         assert all((part == found.step).all() for part in found.params)
         step = found.step
-    assert not caplog.records  # no damage was seen
+    assert not caplog.records  # no damage was found
     checkpoint.Saver(tmp_path, FakeTrainer()).close()
     assert {path.name for path in tmp_path.iterdir()} <= {f"step_{n:08d}" for n in range(step - 3, step + 1)}

@@ -1,8 +1,1 @@
-import pytest
-from launching import nothing_left
-
-
-@pytest.fixture
-def place(tmp_path):
-    with nothing_left(tmp_path) as place:
-        yield place
+from launching import sandbox  # noqa: F401

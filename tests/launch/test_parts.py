@@ -1,4 +1,4 @@
-"""The launcher's small parts by themselves: when a process is hung, which cores and GPUs it gets, its heartbeat."""
+"""The parts of the launcher: hang detection, heartbeats, placement on cores and GPUs, addresses."""
 
 from types import SimpleNamespace
 
@@ -7,26 +7,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launching import until
 
-from hetjax.fleet import rendezvous as meeting_point
+from hetjax.fleet import rendezvous
 from hetjax.fleet.rendezvous import address_to_bind, is_loopback, own_address_towards, split_address
 from hetjax.launch.heartbeat import Beat, HangDetector, Listener, from_environment
-from hetjax.launch.placement import cores_for, gpus_here, shares_of_gpus
+from hetjax.launch.placement import split_cores, split_gpus, visible_gpus
 
 
-def test_a_pulse_runs_out():
-    pulse = HangDetector(silent_limit=10, step_limit=60)
-    pulse.hear(Beat(alive=0), now=0)
-    assert pulse.complaint(now=1000) is None  # a program without a heartbeat
-    pulse.hear(Beat(alive=1), now=1000)
-    assert pulse.complaint(now=1010) is None
-    assert pulse.complaint(now=1011) == "gave no sign of life for 11 s"
-    pulse.hear(Beat(alive=2), now=1011)
-    assert pulse.complaint(now=1020) is None
+def test_a_process_that_gives_no_sign_of_life_hangs():
+    detector = HangDetector(silent_limit=10, step_limit=60)
+    detector.update(Beat(alive=0), now=0)
+    assert detector.hang(now=1000) is None  # a program without a heartbeat
+    detector.update(Beat(alive=1), now=1000)
+    assert detector.hang(now=1010) is None
+    assert detector.hang(now=1011) == "gave no sign of life for 11 s"
+    detector.update(Beat(alive=2), now=1011)
+    assert detector.hang(now=1020) is None
 
 
-def test_steps_have_to_come_only_while_steps_are_taken():
-    pulse = HangDetector(silent_limit=10, step_limit=60)
-    for now, begun, ended, step, told in [
+def test_steps_are_required_only_inside_the_step_loop():
+    detector = HangDetector(silent_limit=10, step_limit=60)
+    for now, begun, ended, step, hang in [
         (0, 0, 0, 0, None),
         (500, 0, 0, 0, None),  # compiling
         (501, 1, 0, 0, None),
@@ -34,40 +34,37 @@ def test_steps_have_to_come_only_while_steps_are_taken():
         (562, 1, 0, 0, "finished no step for 61 s; its last one was step 0"),
         (570, 1, 0, 1, None),
         (631, 1, 0, 1, "finished no step for 61 s; its last one was step 1"),
-        (632, 1, 1, 1, None),  # testing
+        (632, 1, 1, 1, None),  # evaluating
         (900, 2, 1, 1, None),  # another fit
         (961, 2, 1, 1, "finished no step for 61 s; its last one was step 1"),
     ]:
-        pulse.hear(Beat(now, begun, ended, step), now)
-        assert pulse.complaint(now) == told, now
+        detector.update(Beat(now, begun, ended, step), now)
+        assert detector.hang(now) == hang, now
 
 
-def test_a_stopped_process_is_named_as_such_and_forgiven_when_it_goes_on():
-    pulse = HangDetector(silent_limit=10, step_limit=60)
-    pulse.hear(Beat(), 0, stopped=True)
-    pulse.hear(Beat(), 11, stopped=True)
-    assert pulse.complaint(11) == "has been stopped (SIGSTOP or a debugger) for 11 s"
-    pulse.hear(Beat(), 12, stopped=False)
-    assert pulse.complaint(100) is None
+def test_a_stopped_process_hangs_until_it_continues():
+    detector = HangDetector(silent_limit=10, step_limit=60)
+    detector.update(Beat(), 0, stopped=True)
+    detector.update(Beat(), 11, stopped=True)
+    assert detector.hang(11) == "has been stopped (SIGSTOP or a debugger) for 11 s"
+    detector.update(Beat(), 12, stopped=False)
+    assert detector.hang(100) is None
 
 
-def test_a_heartbeat_is_heard(tmp_path):
+def test_the_listener_reads_the_heartbeat(tmp_path):
     listener = Listener(tmp_path, 3)
     assert listener.read() == Beat()
-    beat = from_environment({"HETJAX_HEARTBEAT": str(tmp_path), "HETJAX_PROCESS": "3"})
+    heartbeat = from_environment({"HETJAX_HEARTBEAT": str(tmp_path), "HETJAX_PROCESS": "3"})
     until(lambda: listener.read().alive >= 2, "two signs of life")
-    listener.answer(Beat(begun=1))
-    beat.begin(None)
+    listener.acknowledge(Beat(begun=1))
+    heartbeat.begin(None)
     assert listener.read().stepping
-    beat(SimpleNamespace(step=17), None)
-    heard = listener.read()
-    assert heard.step == 17
-    assert heard.step_ns > 0
-    beat.end(None)
+    heartbeat(SimpleNamespace(step=17), None)
+    assert listener.read().step == 17
+    heartbeat.end(None)
     assert not listener.read().stepping
-    beat.close()
-    silent = listener.read().alive
-    assert listener.read().alive == silent
+    heartbeat.close()
+    assert not heartbeat._thread.is_alive()
     listener.close()
     assert [path.name for path in tmp_path.iterdir()] == ["process-3"]
 
@@ -77,35 +74,35 @@ def test_without_a_launcher_there_is_no_heartbeat():
 
 
 @given(st.lists(st.floats(0.1, 4), min_size=1, max_size=8), st.integers(1, 12))
-def test_cores_are_shared_out(weights, cores):
-    chosen = cores_for(weights, range(cores))
+def test_cores_are_disjoint_or_all_in_use(weights, cores):
+    chosen = split_cores(weights, range(cores))
     assert all(chosen)
-    used = [core for mine in chosen for core in mine]
+    used = [core for own in chosen for core in own]
     if len(weights) <= cores:
-        assert sorted(used) == list(range(cores))  # each core has one process, and all are used
+        assert sorted(used) == list(range(cores))  # every core is used, by one process
     else:
         assert set(used) == set(range(cores))
-        assert all(len(mine) == 1 for mine in chosen)
+        assert all(len(own) == 1 for own in chosen)
 
 
-def test_cores_by_hand():
-    assert cores_for([0.8, 0.4, 0.2, 0.2], [0, 1]) == [[0], [1], [1], [1]]
-    assert cores_for([1, 1, 1, 1], [4, 6]) == [[4], [6], [4], [6]]  # round robin
-    assert cores_for([3, 1], [0, 1, 2, 3]) == [[0, 1, 2], [3]]
+def test_cores_follow_the_weights():
+    assert split_cores([0.8, 0.4, 0.2, 0.2], [0, 1]) == [[0], [1], [1], [1]]
+    assert split_cores([1, 1, 1, 1], [4, 6]) == [[4], [6], [4], [6]]  # round robin
+    assert split_cores([3, 1], [0, 1, 2, 3]) == [[0, 1, 2], [3]]
 
 
-def test_gpus(tmp_path):
+def test_gpus_are_split_evenly(tmp_path):
     for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
-    assert gpus_here({}, tmp_path) == 3
-    assert gpus_here({"CUDA_VISIBLE_DEVICES": "0,2"}, tmp_path) == 2
-    assert gpus_here({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
-    assert gpus_here({"JAX_PLATFORMS": "cpu"}, tmp_path) == 0
-    assert gpus_here({"JAX_PLATFORMS": "cuda,cpu"}, tmp_path) == 3
-    assert shares_of_gpus(2, 0) == [None, None]
-    assert shares_of_gpus(2, 3) == ["0", "1,2"]
+    assert visible_gpus({}, tmp_path) == 3
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,2"}, tmp_path) == 2
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
+    assert visible_gpus({"JAX_PLATFORMS": "cpu"}, tmp_path) == 0
+    assert visible_gpus({"JAX_PLATFORMS": "cuda,cpu"}, tmp_path) == 3
+    assert split_gpus(2, 0) == [None, None]
+    assert split_gpus(2, 3) == ["0", "1,2"]
     with pytest.raises(ValueError, match="4 processes need a GPU each, and there are 3"):
-        shares_of_gpus(4, 3)
+        split_gpus(4, 3)
 
 
 def test_addresses():
@@ -123,38 +120,38 @@ def test_addresses():
 
 
 @pytest.fixture
-def known(monkeypatch):
-    """The addresses of the host node0, of which 192.0.2.7 is another machine's."""
+def resolve(monkeypatch):
+    """Sets the addresses of the host node0; 192.0.2.7 belongs to another machine."""
 
-    def at(*addresses):
+    def set_addresses(*addresses):
         found = [(0, 0, 0, "", (address, 0)) for address in addresses]
-        monkeypatch.setattr(meeting_point.socket, "getaddrinfo", lambda *_, **__: found)
+        monkeypatch.setattr(rendezvous.socket, "getaddrinfo", lambda *_, **__: found)
 
     def check_free(address):
         if address.startswith("192.0.2.7:"):
             raise OSError(f"Process 0 cannot listen on {address}.")
 
-    monkeypatch.setattr(meeting_point, "check_free", check_free)
-    return at
+    monkeypatch.setattr(rendezvous, "check_free", check_free)
+    return set_addresses
 
 
-def test_process_0_listens_on_the_coordinators_address_only(known, caplog):
-    known("192.0.2.5")
+def test_process_0_listens_on_the_address_of_the_coordinator_only(resolve, caplog):
+    resolve("192.0.2.5")
     assert address_to_bind("node0:80") == "192.0.2.5:80"
-    known("127.0.1.1", "192.0.2.7", "2001:db8::5")
+    resolve("127.0.1.1", "192.0.2.7", "2001:db8::5")
     assert address_to_bind("node0:80") == "[2001:db8::5]:80"
-    known("127.0.0.1")
+    resolve("127.0.0.1")
     assert address_to_bind("localhost:80") == "localhost:80"
     assert not caplog.records
 
 
-def test_where_nobody_says_which_address_that_is_process_0_listens_on_all_and_warns(known, caplog):
-    known("127.0.1.1")
+def test_process_0_listens_on_all_addresses_and_warns_where_the_coordinator_is_loopback(resolve, caplog):
+    resolve("127.0.1.1")
     assert address_to_bind("node0:80") == "0.0.0.0:80"
     assert "node0 is a loopback address on this machine, so process 0 listens on all addresses" in caplog.text
 
 
-def test_the_address_of_another_machine_is_refused(known):
-    known("192.0.2.7")
+def test_the_address_of_another_machine_is_refused(resolve):
+    resolve("192.0.2.7")
     with pytest.raises(OSError, match=r"cannot listen on 192.0.2.7:80\. .*say where to listen by HETJAX_BIND"):
         address_to_bind("node0:80")

@@ -1,4 +1,4 @@
-"""Mistakes of the user: a sentence and exit code 2, before anything has started."""
+"""Usage errors of the launcher: a sentence and exit code 2, before anything is started."""
 
 import socket
 
@@ -6,9 +6,9 @@ import pytest
 
 from hetjax.__main__ import main
 from hetjax.launch import launcher
-from hetjax.launch.quotas import HOW, QuotasRefused
+from hetjax.launch.quotas import ADVICE, QuotasRefused
 
-MISTAKES = {
+ERRORS = {
     "nothing to run": ([], None),
     "There is no program 'nowhere.py'": ([], ["nowhere.py"]),
     "--processes is 0": (["--processes", "0"], ["true"]),
@@ -22,7 +22,7 @@ MISTAKES = {
     "--disturb has 'x:1,1'": (["--disturb", "x:1,1"], ["true"]),
     "--disturb has ''": (["--disturb", "3:1,1;"], ["true"]),
     "--disturb at step 30 gives 1 quotas for 2": (["--disturb", "30:1"], ["true"]),
-    "in rising order": (["--disturb", "30:1,1;20:1,1"], ["true"]),
+    "in increasing order": (["--disturb", "30:1,1;20:1,1"], ["true"]),
     "--restart is -1": (["--restart=-1"], ["true"]),
     "--port is 70000": (["--port", "70000"], ["true"]),
     "The host 'no.such.host.invalid' is not known": (["--bind", "no.such.host.invalid"], ["true"]),
@@ -38,41 +38,41 @@ def nothing_starts(monkeypatch):
         raise AssertionError("something was started")
 
     monkeypatch.setattr(launcher, "Guard", refuse)
-    monkeypatch.setattr(launcher, "Team", refuse)
+    monkeypatch.setattr(launcher, "Supervisor", refuse)
 
 
-@pytest.mark.parametrize("told", MISTAKES)
-def test_a_sentence_and_exit_code_2(told, capsys):
-    flags, program = MISTAKES[told]
+@pytest.mark.parametrize("message", ERRORS)
+def test_a_sentence_and_exit_code_2(message, capsys):
+    flags, program = ERRORS[message]
     assert main(["launch", *flags, *(["--", *program] if program is not None else [])]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_a_port_that_is_taken(capsys):
+def test_a_port_in_use(capsys):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         assert main(["launch", "--port", str(port), "--", "true"]) == 2
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in capsys.readouterr().err
 
 
-def test_a_flag_that_does_not_exist(capsys):
-    with pytest.raises(SystemExit) as ended:
+def test_an_unknown_flag(capsys):
+    with pytest.raises(SystemExit) as error:
         main(["launch", "--nonsense", "--", "true"])
-    assert ended.value.code == 2
+    assert error.value.code == 2
 
 
-def test_where_quotas_are_not_allowed_there_is_another_way(capsys, monkeypatch):
+def test_refused_quotas_come_with_an_alternative(capsys, monkeypatch):
     def refuse():
-        raise QuotasRefused(f"CPU quotas cannot be set here: Permission denied. {HOW}")
+        raise QuotasRefused(f"CPU quotas cannot be set here: Permission denied. {ADVICE}")
 
-    monkeypatch.setattr(launcher, "find_home", refuse)
+    monkeypatch.setattr(launcher, "find_cgroup_root", refuse)
     assert main(["launch", "--quotas", "0.8,0.4", "--", "true", "--steps", "3"]) == 2
-    told = capsys.readouterr().err
-    assert "systemd-run --user --scope -p Delegate=yes" in told
-    assert "`python true --steps 3 --speeds 0.8,0.4`" in told
+    message = capsys.readouterr().err
+    assert "systemd-run --user --scope -p Delegate=yes" in message
+    assert "`python true --steps 3 --speeds 0.8,0.4`" in message
 
 
 def test_more_processes_than_gpus(capsys, monkeypatch):
-    monkeypatch.setattr(launcher, "gpus_here", lambda environment: 1)
+    monkeypatch.setattr(launcher, "visible_gpus", lambda environment: 1)
     assert main(["launch", "--", "true"]) == 2
     assert "2 processes need a GPU each, and there are 1" in capsys.readouterr().err

@@ -1,0 +1,96 @@
+"""The commands' flags and help texts. What a command needs is imported when it runs, so that --help is fast."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from hetjax.launch.options import Options, optional
+
+
+def check(devices: Annotated[int | None, optional("INT")] = None) -> None:
+    """Check new hardware: list the devices, compare their results with a single device's, measure their speed.
+
+    Args:
+        devices: number of devices (default: all); on a CPU, number of simulated devices (default: 4)
+    """
+    from hetjax.cli.check import check as run_check
+
+    run_check(devices, Console())
+
+
+def report(
+    folders: tyro.conf.Positional[tuple[Path, ...]], page: Annotated[Path | None, optional("PATH")] = None
+) -> None:
+    """Compare runs: a figure in every run's folder and one self-contained HTML page.
+
+    Args:
+        folders: folders of training runs, or folders that contain several of them
+        page: path of the page (default: report.html in the folder that contains all runs)
+    """
+    from hetjax.report import report as write_report
+
+    written = write_report(*folders, page=page)
+    for path in (*written.figures, written.page):
+        print(path)
+
+
+def launch(options: Annotated[Options, tyro.conf.arg(name="")]) -> Options:
+    """Run a program as several processes on this machine: launch [FLAGS] -- PROGRAM [ARGUMENTS].
+
+    CPU quotas can slow processes down while they run. When a process dies the others are stopped, and all can be
+    restarted from the last checkpoint. No process is left behind.
+    """
+    return options  # launched by `main`, which has the program's arguments
+
+
+def partition(
+    dataset: tyro.conf.Positional[str],
+    rates: Annotated[str | None, optional("LIST")] = None,
+    workers: Annotated[int, tyro.conf.arg(metavar="INT")] = 4,
+    objective: Annotated[str | None, optional("NAME")] = None,
+    rule: Annotated[str | None, optional("NAME")] = None,
+    features: Annotated[str | None, optional("NAME")] = None,
+    bandwidth: Annotated[float | None, optional("FLOAT")] = None,
+    pseudo_classes: Annotated[int | None, optional("INT")] = None,
+    out: Path = Path("blocks.npz"),
+    recut: Annotated[Path | None, optional("FILE")] = None,
+    compare: bool = False,
+    seed: int = 0,
+) -> None:
+    """Partition a data set into one representative block per worker (submodular greedy, arXiv 2211.00839).
+
+    Args:
+        dataset: digits, synthetic, idx:DIR, npz:FILE (with labels, other targets or none) or tfds:NAME
+        rates: relative speeds of the workers, such as 4,2,1,1; block sizes are proportional to them
+        workers: without --rates: number of workers, of equal rate
+        objective: facility-location or graph-cut (default: facility-location)
+        rule: which block grows next: min-block (published), per-rate, fill, parts or auto (default: auto);
+            auto is min-block at equal rates, otherwise parts
+        features: features that define similarity: raw, pca, pca:COMPONENTS or MODULE:FUNCTION of a batch (default: pca)
+        bandwidth: bandwidth of the Gaussian kernel (default: the median distance within each class)
+        pseudo_classes: number of k-means clusters to use instead of labels (default: 10 if the data has no labels)
+        out: file for the blocks; a figure is written next to it
+        recut: file of earlier blocks of the same data: move as few of its samples as the new rates require
+        compare: compare with every objective and rule, not only with random and class-balanced blocks
+        seed: seed of random partitions and pseudo-classes
+    """
+    from hetjax.cli.partition import cut, parse_rates
+
+    cut(
+        dataset,
+        parse_rates(rates, workers),
+        out,
+        Console(),
+        objective=objective,
+        rule=rule,
+        features=features,
+        bandwidth=bandwidth,
+        pseudo_classes=pseudo_classes,
+        compare=compare,
+        old=recut,
+        seed=seed,
+    )
