@@ -13,7 +13,7 @@ PACKAGE = Path(hetjax.__file__).parent
 
 # From the bottom up: a part imports from itself and from earlier rows only.
 ORDER = [
-    {"arguments", "environment", "thinning"},
+    {"arguments", "environment", "plain_state", "thinning"},
     {"planning", "devices", "interrupt"},
     {"sampling"},
     {"reduce", "report"},
@@ -31,7 +31,7 @@ ORDER = [
     {"__main__"},
 ]
 HEIGHT = {room: height for height, row in enumerate(ORDER) for room in row}
-WITHOUT_JAX = ("planning", "sampling", "launch", "arguments", "environment", "thinning")
+WITHOUT_JAX = ("planning", "sampling", "launch", "arguments", "environment", "plain_state", "thinning")
 ONLY_FOR_COMMANDS = {"report", "zoo", "cli", "launch"}  # imported by commands and experiments, not by the library
 COMMANDS = {"cli", "__main__"} | ONLY_FOR_COMMANDS
 

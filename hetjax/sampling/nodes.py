@@ -16,6 +16,7 @@ import numpy as np
 from hetjax.planning import controllers
 from hetjax.planning.controllers.base import Controller, Observation, Plan
 from hetjax.planning.limits import Limits
+from hetjax.planning.rounding import round_to_total
 from hetjax.sampling.order import Decide, Sampler, Span
 
 RULES = ("balanced", "equal", "steps")
@@ -58,9 +59,7 @@ class BetweenNodes:
         between those of the fastest; all of them take part in the last.
         """
         rate_N = np.ones(self.nodes) if self.rate_N is None else self.rate_N
-        ideal_N = samples * (rate_N / rate_N.sum())
-        share_N = np.floor(ideal_N).astype(np.int64)
-        share_N[np.argsort(-(ideal_N - share_N), kind="stable")[: samples - int(share_N.sum())]] += 1
+        share_N = round_to_total(samples * (rate_N / rate_N.sum()), samples)
         steps_N = np.maximum(-(-share_N * self.nodes // batch), 1)
         if self.capacity_N is not None:
             steps_N = np.maximum(steps_N, -(-share_N // self.capacity_N))

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from hetjax.planning.controllers.base import Plan
+from hetjax.planning.rounding import round_to_total
 from hetjax.sampling.order import Decide, Sampler, Span, check_same_samples, permute
 
 _GOLDEN = 0x9E3779B97F4A7C15  # an odd constant: multiples of it are different seeds
@@ -63,10 +64,7 @@ def proportional_shards(order_D: np.ndarray, share_W: np.ndarray, batch: int) ->
         )
     if batch < 1:
         raise ValueError(f"The batch is {batch}; expected at least one sample a step.")
-    ideal_W = len(order_D) * (share_W / share_W.sum())
-    sizes_W = np.floor(ideal_W).astype(np.int64)
-    missing = len(order_D) - int(sizes_W.sum())
-    sizes_W[np.argsort(-(ideal_W - sizes_W), kind="stable")[:missing]] += 1
+    sizes_W = round_to_total(len(order_D) * (share_W / share_W.sum()), len(order_D))
     start_W1 = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes_W)])
     return Shards(order_D, start_W1, max(-(-len(order_D) // batch), 1))
 

@@ -170,7 +170,7 @@ def test_a_batch_that_stays_smaller_becomes_the_usual_one():
     controller, limits = make("balanced"), Limits.plain(2, 100)
     rng, rates = np.random.default_rng(0), np.array([3.0, 1.0])
     plans = drive(controller, limits, [100] * 10 + [60] * 10, rng, rates)
-    assert controller.usual == 60
+    assert controller.state.usual == 60
     assert plans[-1].counts_W.sum() == 60
 
 
@@ -202,12 +202,12 @@ def test_resuming_is_bit_identical(name):
 def test_it_looks_again_when_the_noise_allows(noise, looks):
     """Of 8 workers the worst mean of n timings is off by some sqrt(2 ln 8) noise / sqrt(n): at 10% noise 7% after 8."""
     controller = make("balanced")
-    controller._start(8)
-    controller.model.noise = noise
+    controller._reset(8)
+    controller.state.model.noise = noise
     due = []
-    for controller.calm in range(1, 200):
-        if controller._look():
-            due.append(controller.calm)
+    for controller.state.calm in range(1, 200):
+        if controller._review_due():
+            due.append(controller.state.calm)
     assert due == looks
 
 
@@ -215,7 +215,7 @@ def test_a_disturbance_that_passed_counts_for_nothing_even_if_saved_in_between()
     limits, rates, controller = Limits.plain(4, 256), np.array([30.0, 20.0, 10.0, 8.0]), make("balanced")
     for step in range(60):
         plan = controller.plan(256, limits)
-        before = controller.calm, controller.looks
+        before = controller.state.calm, controller.state.looks
         factor = 9.0 if step == 50 else 1.0
         times_W = np.round(plan.counts_W / rates * np.array([factor, 1, 1, 1]), 6)
         controller.observe(Observation(plan.counts_W, limits.work(plan.counts_W), times_W, 0, step))
@@ -224,7 +224,7 @@ def test_a_disturbance_that_passed_counts_for_nothing_even_if_saved_in_between()
         controller.load_state_dict(saved)
         if step == 51:
             assert before == (0, 2)
-    assert (controller.calm, controller.looks) == (59, 2)
+    assert (controller.state.calm, controller.state.looks) == (59, 2)
 
 
 def test_a_state_of_an_older_version_is_taken_as_far_as_it_goes():
@@ -301,11 +301,11 @@ def test_the_screen_before_the_solver_never_hides_a_gain(quantum):
         limits = Limits(np.full(workers, 200), np.zeros(workers, np.int64), quantum, kind_W, (stair,))
         costs = rng.random(workers) * 20, rng.random(workers) + 0.01
         controller = Balanced()
-        controller.usual = int(rng.integers(1, 200 * workers))
-        best = solve(*costs, limits, controller.usual)
+        controller.state.usual = int(rng.integers(1, 200 * workers))
+        best = solve(*costs, limits, controller.state.usual)
         assert controller._within_reach(costs, limits, best.time * (1 + 1e-12)), f"seed {seed}"
-        if controller.usual % quantum == 0:
-            assert not within_reach(*costs, limits, controller.usual, np.nextafter(best.time, 0)), f"seed {seed}"
+        if controller.state.usual % quantum == 0:
+            assert not within_reach(*costs, limits, controller.state.usual, np.nextafter(best.time, 0)), f"seed {seed}"
 
 
 def test_unknown_names_are_explained():

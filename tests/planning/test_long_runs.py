@@ -22,7 +22,7 @@ def run_long(slow_TxW):
     controller = Balanced()
     with np.errstate(all="raise"):
         run = simulate(controller, trace, trace.draw(0), 1)
-    return controller.model, run
+    return controller.state.model, run
 
 
 def pauses(idle_T):

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from hetjax.planning.controllers import Observation, make
-from hetjax.planning.controllers.published import round_half_up
 from hetjax.planning.limits import Limits
-from hetjax.planning.rounding import largest_remainder
+from hetjax.planning.rounding import largest_remainder, round_half_up
 
 
 def observe(controller, counts, times, step=0, epoch=0):
@@ -63,7 +62,7 @@ def test_dp_keeps_real_shares():
     """B = 10: t = (1, 2) -> p = 2/3, 1/3, b = 7, 3; equal times leave p where it is, though b / B is 0.7."""
     controller = make("dp")
     assert replay(controller, [[1, 2], [1, 1]], 10, 2) == [[5, 5], [7, 3], [7, 3]]
-    np.testing.assert_allclose(controller.share_W, [2 / 3, 1 / 3])
+    np.testing.assert_allclose(controller.state.share_W, [2 / 3, 1 / 3])
 
 
 def test_with_a_lag_per_step_the_share_law_needs_several_updates():
@@ -131,7 +130,7 @@ def test_lbbsp_moves_a_step_and_halves_it_on_oscillation():
     assert replay(controller, times, 32, 2) == [
         [16, 16], [12, 20], [8, 24], [10, 22], [10, 22], [12, 20], [12, 20],
     ]  # fmt: skip
-    assert (controller.delta, controller.window) == (2, 2)
+    assert (controller.state.delta, controller.state.window) == (2, 2)
 
 
 def test_lbb_holds_nudges_and_solves_by_the_imbalance():
@@ -165,7 +164,7 @@ def test_static_probes_once():
 def test_oracle_follows_the_true_costs_and_can_be_late():
     costs = lambda step: (np.zeros(2), np.array([1.0, 1.0 if step < 2 else 3.0]))
     limits = Limits.plain(2, 16)
-    prompt, late = make("oracle", costs=costs), make("oracle", costs=costs, late=1)
+    prompt, late = make("oracle", costs=costs), make("oracle", costs=costs, staleness=1)
     assert [prompt.plan(16, limits).counts_W.tolist() for _ in range(4)] == [[8, 8], [8, 8], [12, 4], [12, 4]]
     assert [late.plan(16, limits).counts_W.tolist() for _ in range(4)] == [[8, 8], [8, 8], [8, 8], [12, 4]]
 

@@ -1,66 +1,102 @@
-"""`balanced`: learn every worker's cost, solve for the best counts, change only when the gain beats the noise."""
+"""`balanced`: learn every worker's cost, solve for the best counts, change only when the gain exceeds the noise."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from hetjax.planning.allocation import solve, within_reach
-from hetjax.planning.controllers.base import ControllerBase, Observation, Plan
+from hetjax.planning.controllers.base import ControllerBase, ControllerState, Observation, Plan
 from hetjax.planning.cost_model import CostModel, ln
 from hetjax.planning.limits import Limits
 from hetjax.planning.rounding import allowed
 
-_LOOKS = (8, 24, 72)  # steps after which counts are looked at again
-_DEAREST = 1000.0  # the most that a trial counts, in steps
+_LOOKS = (8, 24, 72)  # calm steps after which the counts are reviewed
+_MOST_TRIAL_COST = 1000.0  # steps; a trial never counts as more expensive
+_BOUND_TOLERANCE = 0.05  # of the solver's lower bound, which is not used here
 
 
-class Balanced(ControllerBase):
-    """Counts n minimize max_i (startup_i + per_work_i stairs_i(n_i)) under the cost model of `CostModel`.
+@dataclass
+class BalancedState(ControllerState):
+    """The state of `balanced`. A disturbance is a jump or a change point that the cost model has found."""
 
-    With T(n) that maximum for the counts in force and T* its minimum, new counts are taken when
+    since: int = field(default=0, init=False)  # steps since the counts changed
+    calm: int = field(default=0, init=False)  # steps since the last disturbance
+    calm_before: int = field(default=0, init=False)  # the same as if the present disturbance had not been
+    looks: int = field(default=0, init=False)  # reviews of the counts in force
+    looks_before: int = field(default=0, init=False)  # the same as if the present disturbance had not been
+    unrest: float = field(default=0.0, init=False)  # number of recent disturbances, decaying
+    planned: bool = field(default=False, init=False)  # counts have been solved for
+    away: bool = field(default=False, init=False)  # some worker deviates from its saved cost model
+    before_W: np.ndarray | None = field(default=None, init=False)  # counts before those that followed the disturbance
+    idle_W: np.ndarray = field(init=False)  # steps without samples
+    trials_W: np.ndarray = field(init=False)  # since the worker became idle
+    tried: int = field(default=-1, init=False)  # the worker on trial, or -1
+    tried_seen: int = field(default=0, init=False)  # its number of timings before the trial
+    model: CostModel = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.idle_W, self.trials_W = np.zeros(self.workers, np.int64), np.zeros(self.workers, np.int64)
+        self.model = CostModel(self.workers)
+
+    @property
+    def undecided(self) -> bool:
+        """Whether some worker deviates from its saved model and the counts have not followed."""
+        return self.away and self.before_W is None
+
+
+class Balanced(ControllerBase[BalancedState]):
+    """Counts n minimize max_i (startup_i + per_work_i stairs_i(n_i)) under the costs learned by `CostModel`.
+
+    With T(n) that maximum for the counts in force and T* its minimum, new counts are adopted when
 
         T(n) / T* - 1  >  min_gain + patience + (sqrt(2 ln N) + 1.5) u
 
-    u being the relative posterior sd of the slowest worker's time: of N estimates that wrong, the largest is about
-    sqrt(2 ln N) u too high without any change in the world. Patience grows from 0 to `max_patience` over `quiet` steps
-    without a change: a plan that has served for long is good. The factor of u is divided by 1 + the number of jumps
-    and change points of late (forgotten over `quiet` steps): where things do change, changes are not false. Exceptions:
+    u is the relative posterior sd of the slowest worker's time: the largest of N such errors is about sqrt(2 ln N) u
+    although nothing has changed. Patience grows from 0 to `max_patience` over `quiet` steps without a change. The
+    factor of u is divided by 1 + the number of recent jumps and change points (decaying over `quiet` steps): where
+    speeds do change, a change is rarely false. Exceptions:
 
-    - The first timings are used at once.
-    - For `rest` steps after a change (twice as many in much noise) only a gain above `urgent` counts, so that a plan
-      is judged by several timings; unless the model has just found a jump or a change point.
-    - After the first plan, and after one that followed a jump or change point, the counts are looked at again after
-      8, 24 and 72 steps, as the estimates are better by then than those that they were made from: a gain above
-      (min_gain + u) / 2 is enough, the last time any (a small worker with too little to do costs next to nothing, but
-      shows). A look but the last is left out while the worst of N mean timings is not good to `polish`: it would only
-      replace a bad plan by another. A change in between stands for a look. Where there was a jump, (min_gain + u) / 2
-      is enough at the `hasty` steps, too.
-    - A jump or change point may be a passing one: on real machines strange timings, one or a few, are the rule. New
-      counts wait until it has cost, predicted gain times timings so far, (`stake` + disturbances that just passed) /
-      (1 + those that lasted) steps; and for a second timing, unless most have lasted. When all workers are back at the
-      models that they had, so are the counts.
+    - First plan: the first timings are used at once.
+    - Rest: for `rest` steps after a change (up to twice that in much noise) only a gain above `urgent` counts, so that
+      counts are judged by several timings, unless the model has just found a jump or a change point.
+    - Reviews: after the first plan, and after one that followed a jump or change point, the counts are reviewed after
+      8, 24 and 72 calm steps, when the estimates have become better: a gain above (min_gain + u) / 2 is enough, in the
+      last review any gain (a small worker with too little to do costs next to nothing, but shows). All but the last
+      review are skipped while the worst of N mean timings is not good to `polish`: it would replace one bad plan by
+      another. A change in between counts as a review. After a jump, (min_gain + u) / 2 is also enough at the `hasty`
+      steps.
+    - Disturbances: a jump or change point may pass; on real machines one or a few strange timings are the rule. New
+      counts wait until it has cost, as predicted gain x timings so far, (`stake` + number of disturbances that passed)
+      / (1 + number that lasted) steps; and for a second timing, unless most have lasted. When all workers are back at
+      their saved models, the counts go back, too.
 
-    A worker left without samples is never timed, so it is retried: one quantum, for one step. Such a trial costs
-    c = t / T(n) - 1 steps, t being the time of the quantum if the worker is one sd better than believed. With M
-    workers at work and k trials in vain since the worker became idle, it takes place after an idle time of
+    A worker without samples is never timed, so it is retried with one quantum for one step. Such a trial costs
+    c = t / T(n) - 1 steps, t being the time of the quantum if the worker is one sd better than estimated. With M
+    workers busy and k trials in vain since the worker became idle, the next one comes after an idle time of
 
         max(min(2^k M, retry) c, retry / 10)  steps,     1 <= c <= 1000 (0.1 <= c for at most two timings)
 
-    One more worker, as good as those at work, would save at most 1 / M of a step. So a pause forgoes no more than 2^k
+    One more worker, as good as the busy ones, would save at most 1 / M of a step. So a pause forgoes no more than 2^k
     trials cost; a worker that was slow for d steps gets samples again after at most 2 d + 2 M c steps, or d + retry c
     if that is less; and trials of a worker that stays slow take 1 / retry of the time in the long run (c / 1000 times
-    that for c > 1000). A worker that lost its samples to a single strange timing is tried at once. Any gain is taken
+    that for c > 1000). A worker that lost its samples to a single strange timing is retried at once. Any gain is taken
     after a trial.
+
+    Args:
+        min_gain: Predicted relative gain below which counts are kept.
+        max_patience: The largest addition to `min_gain` for counts that have been in force for long.
+        quiet: Steps over which patience grows and disturbances are forgotten.
+        rest: Steps after a change in which only a gain above `urgent` counts.
+        urgent: Predicted gain that overrides the rest.
+        polish: Relative error of the worst mean timing above which reviews are skipped.
+        hasty: Steps after a disturbance at which a smaller gain is enough.
+        stake: Steps that a disturbance must have cost before the counts follow it.
+        retry: Bound on the trials of idle workers: they take 1 / retry of the time.
     """
 
     name = "balanced"
-    learned = (
-        "since", "calm", "calm_before", "looks", "looks_before", "unrest", "planned", "away", "before_W", "idle_W",
-        "trials_W", "tried", "tried_seen",
-    )  # fmt: skip
 
     def __init__(
         self,
@@ -79,174 +115,162 @@ class Balanced(ControllerBase):
         self.stake, self.retry = stake, retry
         super().__init__()
 
-    def begin(self, workers: int) -> None:
-        self.model = CostModel(workers)
-        self.since = 0  # steps since the last change
-        self.calm = self.calm_before = 0  # steps since the last jump or change point, and as if there had been none
-        self.looks = self.looks_before = 0  # at the counts in force, and at those before
-        self.unrest = 0.0  # jumps and change points of late
-        self.away = False  # whether somebody is away from the model that he had
-        self.before_W: np.ndarray | None = None  # counts before those that followed him
-        self.planned = False  # whether counts have been solved for
-        self.idle_W = np.zeros(workers, np.int64)  # steps without samples
-        self.trials_W = np.zeros(workers, np.int64)  # since it became idle
-        self.tried, self.tried_seen = -1, 0  # the worker on trial, and its timings before
-        self.worst = float(np.sqrt(2.0 * ln(max(workers, 1))))  # the largest of N errors, in sd
+    def initial_state(self, workers: int) -> BalancedState:
+        return BalancedState(workers)
 
-    def observe(self, seen: Observation) -> None:
-        if len(seen.counts_W) == self.workers:
-            self.model.observe(seen.work_W, seen.times_W, seen.valid_W)
+    @property
+    def _largest_error(self) -> float:
+        """The expected largest of N errors, in sd."""
+        return float(np.sqrt(2.0 * ln(max(self.state.workers, 1))))
+
+    def observe(self, observation: Observation, /) -> None:
+        if len(observation.counts_W) == self.state.workers:
+            self.state.model.observe(observation.work_W, observation.times_W, observation.valid_W)
 
     def fit(self, batch: int, counts_W: np.ndarray, limits: Limits) -> np.ndarray:
-        if not self.model.known:
+        if not self.state.model.known:
             return super().fit(batch, counts_W, limits)
-        return solve(*self.model.costs(), limits, batch, counts_W, 0.05).counts_W
+        return self._solve(batch, counts_W, limits)
+
+    def _solve(self, batch: int, counts_W: np.ndarray, limits: Limits) -> np.ndarray:
+        return solve(*self.state.model.costs(), limits, batch, counts_W, _BOUND_TOLERANCE).counts_W
 
     def decide(self, counts_W: np.ndarray, limits: Limits, epoch: int) -> tuple[np.ndarray, str]:
-        self.since += 1
-        self._feel()
-        if not self.model.known:
+        state, model = self.state, self.state.model
+        state.since += 1
+        self._track_disturbances()
+        if not model.known:
             return counts_W, ""
-        if not self.away and self.before_W is not None:
-            before_W, self.before_W = self.before_W, None
-            if self.model.passed and allowed(before_W, limits, self.usual):
+        if not state.away and state.before_W is not None:
+            before_W, state.before_W = state.before_W, None
+            if model.passed and allowed(before_W, limits, state.usual):
                 return before_W, "the disturbance has passed: back to the counts before"
-        costs = self.model.costs()
+        costs = model.costs()
         work_W = limits.work(counts_W)
         time_W = _times(costs, counts_W, work_W)
         slowest = int(np.argmax(time_W))
         now = float(time_W[slowest])
-        look = self.planned and not self._in_doubt and self._look()
-        needed = self._needed(float(self.model.relative_sd(work_W)[slowest]), look)
-        if self.planned and not self._within_reach(costs, limits, now / (1.0 + needed)):
+        review = state.planned and not state.undecided and self._review_due()
+        needed = self._needed_gain(float(model.relative_sd(work_W)[slowest]), review)
+        if state.planned and not self._within_reach(costs, limits, now / (1.0 + needed)):
             return counts_W, ""
-        best = solve(*costs, limits, self.usual, counts_W, 0.05)
+        best = solve(*costs, limits, state.usual, counts_W, _BOUND_TOLERANCE)
         gain = now / best.time - 1.0 if best.time > 0 else 0.0
-        if gain <= needed or (self._in_doubt and self._better_wait(gain)):
+        if gain <= needed or (state.undecided and self._may_pass(gain)):
             return counts_W, ""
-        why = f"worker {slowest} holds up the others" if self.planned else "first timings"
-        if self._in_doubt:
-            self.before_W, self.looks = counts_W, 0
-        self.planned, self.since = True, 0
-        if not look and self.calm > _LOOKS[0]:
-            self.looks += 1
+        why = f"worker {slowest} holds up the others" if state.planned else "first timings"
+        if state.undecided:
+            state.before_W, state.looks = counts_W, 0
+        state.planned, state.since = True, 0
+        if not review and state.calm > _LOOKS[0]:
+            state.looks += 1
         return best.counts_W, f"{why}: predicted gain {100 * gain:.0f}%"
 
-    def _feel(self) -> None:
-        """How restless the workers are."""
-        model = self.model
-        self.unrest *= 1.0 - 1.0 / self.quiet
-        if not self.away:
-            self.calm_before, self.looks_before = self.calm, self.looks
-        self.calm_before += 1
-        self.away = bool(model.away_W.any())
+    def _track_disturbances(self) -> None:
+        state, model = self.state, self.state.model
+        state.unrest *= 1.0 - 1.0 / self.quiet
+        if not state.away:
+            state.calm_before, state.looks_before = state.calm, state.looks
+        state.calm_before += 1
+        state.away = bool(model.away_W.any())
         if model.jumped or model.shifted:
-            self.unrest += 1.0
-            self.calm = 0
-        elif model.passed and self.away:
-            self.calm = 0
-        elif model.passed:  # it was nothing
-            self.unrest = max(self.unrest - 1.0, 0.0)
-            self.calm, self.looks = self.calm_before, self.looks_before
+            state.unrest += 1.0
+            state.calm = 0
+        elif model.passed and state.away:
+            state.calm = 0
+        elif model.passed:  # all workers are back: as if it had not been
+            state.unrest = max(state.unrest - 1.0, 0.0)
+            state.calm, state.looks = state.calm_before, state.looks_before
         else:
-            self.calm += 1
+            state.calm += 1
 
-    @property
-    def _in_doubt(self) -> bool:
-        """Whether somebody is away and the counts have not followed him."""
-        return self.away and self.before_W is None
-
-    def _needed(self, noise: float, look: bool) -> float:
-        """The predicted gain from which counts are changed."""
-        if not self.planned:
+    def _needed_gain(self, noise: float, review: bool) -> float:
+        """The predicted gain above which counts are changed; `noise` is u."""
+        state, model = self.state, self.state.model
+        if not state.planned:
             return -1.0
-        if self.tried >= 0 and self.model.seen_W[self.tried] > self.tried_seen:
-            self.tried = -1
+        if state.tried >= 0 and model.seen_W[state.tried] > state.tried_seen:
+            state.tried = -1
             return 0.0
-        if look and self.looks == len(_LOOKS):
+        if review and state.looks == len(_LOOKS):
             return 0.0
-        if look or (self.unrest > 0 and self.calm in self.hasty):
+        if review or (state.unrest > 0 and state.calm in self.hasty):
             return 0.5 * (self.min_gain + noise)
-        patience = self.max_patience * min(self.since, self.quiet) / self.quiet
-        needed = self.min_gain + patience + (self.worst + 1.5) / (1.0 + self.unrest) * noise
-        # Rest until the mean of the timings is good to some 2%, but not for ever.
-        rest = self.rest * min(max(200.0 * self.model.noise * self.model.noise, 1.0), 2.0)
-        return max(needed, self.urgent) if self.since < rest and self.calm > 0 and not self._in_doubt else needed
+        patience = self.max_patience * min(state.since, self.quiet) / self.quiet
+        needed = self.min_gain + patience + (self._largest_error + 1.5) / (1.0 + state.unrest) * noise
+        # Rest until the mean of the timings is good to some 2%, within bounds.
+        rest = self.rest * min(max(200.0 * model.noise * model.noise, 1.0), 2.0)
+        return max(needed, self.urgent) if state.since < rest and state.calm > 0 and not state.undecided else needed
 
-    def _look(self) -> bool:
-        """Whether it is time to look at the counts again."""
-        if self.looks >= len(_LOOKS) or self.calm < _LOOKS[self.looks]:
+    def _review_due(self) -> bool:
+        """Whether to review the counts in this step; counts the reviews, skipped ones included."""
+        state = self.state
+        if state.looks >= len(_LOOKS) or state.calm < _LOOKS[state.looks]:
             return False
-        self.looks += 1
-        error = self.worst * self.model.noise / float(np.sqrt(self.calm))  # of the worst worker's mean timing
-        return error <= self.polish or self.looks == len(_LOOKS)
+        state.looks += 1
+        error = self._largest_error * state.model.noise / float(np.sqrt(state.calm))  # of the worst mean timing
+        return error <= self.polish or state.looks == len(_LOOKS)
 
-    def _better_wait(self, gain: float) -> bool:
-        """Whether a disturbance is too young, for what it costs, to be followed."""
-        model, cost = self.model, gain * int(self.model.away_W.max())
+    def _may_pass(self, gain: float) -> bool:
+        """Whether a disturbance has cost too little so far to be followed."""
+        model = self.state.model
+        cost = gain * int(model.away_W.max())
         single = bool(model.doubt_W.any()) and model.passing >= model.lasting
         return single or cost * (1.0 + model.lasting) < self.stake + model.passing
 
     def _within_reach(self, costs: tuple[np.ndarray, np.ndarray], limits: Limits, time: float) -> bool:
-        """Whether any counts could be as fast as `time`: a bound from a formula first, then the exact count."""
-        pace_W = costs[1] * limits.least_W  # the cheapest a sample can be
+        """Whether any counts could be as fast as `time`: a closed-form bound first, then the exact test."""
+        pace_W = costs[1] * limits.least_W  # the smallest cost of a sample
         if np.all(pace_W > 0):
-            bound = (self.usual + float((costs[0] / pace_W).sum())) / float((1.0 / pace_W).sum())
-            if time < bound and np.all(costs[0] <= bound):  # holds if all workers are active
+            bound = (self.state.usual + float((costs[0] / pace_W).sum())) / float((1.0 / pace_W).sum())
+            if time < bound and np.all(costs[0] <= bound):  # the bound assumes that all workers have samples
                 return False
-        return within_reach(*costs, limits, self.usual, time)
+        return within_reach(*costs, limits, self.state.usual, time)
 
     def plan(self, batch: int, limits: Limits, epoch: int = 0) -> Plan:
         plan = super().plan(batch, limits, epoch)
-        self.idle_W = np.where(plan.counts_W > 0, 0, self.idle_W + 1)
-        self.trials_W = np.where(plan.counts_W > 0, 0, self.trials_W)
-        if batch != self.usual or not self.model.known or plan.counts_W.all():
+        state = self.state
+        state.idle_W = np.where(plan.counts_W > 0, 0, state.idle_W + 1)
+        state.trials_W = np.where(plan.counts_W > 0, 0, state.trials_W)
+        if batch != state.usual or not state.model.known or plan.counts_W.all():
             return plan
-        return self._trial(plan, limits)
+        return self._with_trial(plan, limits)
 
-    def _trial(self, plan: Plan, limits: Limits) -> Plan:
-        """The plan with one quantum for the idle worker that has earned a trial, if any. It holds for one step only."""
-        costs = self.model.costs()
+    def _with_trial(self, plan: Plan, limits: Limits) -> Plan:
+        """The plan of one step, with one quantum for an idle worker if one is due for a trial."""
+        state, model = self.state, self.state.model
+        costs = model.costs()
         unit_W = np.minimum(limits.quantum, limits.capacity_W)
         unit_work_W = limits.work(unit_W)
-        time_W = _times(costs, unit_W, unit_work_W) * (1.0 - self.model.relative_sd(unit_work_W))
+        time_W = _times(costs, unit_W, unit_work_W) * (1.0 - model.relative_sd(unit_work_W))
         now = float(np.max(_times(costs, plan.counts_W, limits.work(plan.counts_W))))
         able_W = (plan.counts_W == 0) & (limits.capacity_W >= limits.quantum)
-        earned_W = self.idle_W >= self._pause(time_W / now - 1.0, int((plan.counts_W > 0).sum()))
-        due_W = able_W & (earned_W | (self.model.doubt_W & (self.trials_W == 0)))
-        if self.usual < limits.quantum or not due_W.any():
+        rested_W = state.idle_W >= self._pause(time_W / now - 1.0, int((plan.counts_W > 0).sum()))
+        due_W = able_W & (rested_W | (model.doubt_W & (state.trials_W == 0)))
+        if state.usual < limits.quantum or not due_W.any():
             return plan
         worker = int(np.argmax(due_W))
-        one = limits.quantum + self.usual % limits.quantum  # should it be the last one, it takes the remainder too
-        mine_W = np.arange(self.workers) == worker
-        minimum_W = np.where(mine_W, limits.quantum, limits.minimum_W)
-        if one > limits.capacity_W[worker] or int(minimum_W.sum()) > self.usual:
+        most = limits.quantum + state.usual % limits.quantum  # the last worker takes the remainder, too
+        trial_W = np.arange(state.workers) == worker
+        minimum_W = np.where(trial_W, limits.quantum, limits.minimum_W)
+        if most > limits.capacity_W[worker] or int(minimum_W.sum()) > state.usual:
             return plan
-        frame = replace(limits, minimum_W=minimum_W, capacity_W=np.where(mine_W, one, limits.capacity_W))
-        others = (
-            np.where(mine_W, 0.0, costs[0]),
-            np.where(mine_W, 0.0, costs[1]),
-        )  # the trial is not to upset the others
-        tried = solve(*others, frame, self.usual, plan.counts_W, 0.05)
-        if earned_W[worker]:  # counts change anyway: polish those that will be in force after the trial
-            self.counts_W = solve(*costs, limits, self.usual, plan.counts_W, 0.05).counts_W
-        self.trials_W[worker] += 1
-        self.idle_W[worker], self.tried, self.tried_seen = 0, worker, int(self.model.seen_W[worker])
-        return Plan(tried.counts_W, plan.changed, f"worker {worker} had no samples: trying it for one step")
+        trial_limits = replace(limits, minimum_W=minimum_W, capacity_W=np.where(trial_W, most, limits.capacity_W))
+        # At no cost for the worker on trial, its time does not affect how the others share the rest.
+        other_costs = np.where(trial_W, 0.0, costs[0]), np.where(trial_W, 0.0, costs[1])
+        trial = solve(*other_costs, trial_limits, state.usual, plan.counts_W, _BOUND_TOLERANCE)
+        if rested_W[worker]:  # counts change anyway: refine those that are in force after the trial
+            state.counts_W = self._solve(state.usual, plan.counts_W, limits)
+        state.trials_W[worker] += 1
+        state.idle_W[worker], state.tried, state.tried_seen = 0, worker, int(model.seen_W[worker])
+        return Plan(trial.counts_W, plan.changed, f"worker {worker} had no samples: trying it for one step")
 
     def _pause(self, cost_W: np.ndarray, busy: int) -> np.ndarray:
-        """Steps that each worker is to be idle before a trial of this cost, with `busy` workers at work."""
-        least_W = np.where(self.model.seen_W <= 2, 0.1, 1.0)
-        cost_W = np.minimum(np.maximum(cost_W, least_W), _DEAREST)
-        factor_W = np.minimum(float(busy) * (1 << np.minimum(self.trials_W, 30)), self.retry)
+        """Idle steps of each worker before a trial of this cost, with `busy` workers at work."""
+        least_W = np.where(self.state.model.seen_W <= 2, 0.1, 1.0)
+        cost_W = np.minimum(np.maximum(cost_W, least_W), _MOST_TRIAL_COST)
+        factor_W = np.minimum(float(busy) * (1 << np.minimum(self.state.trials_W, 30)), self.retry)
         return np.maximum(factor_W * cost_W, 0.1 * self.retry)
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"model": self.model.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.model.load_state_dict(state["model"])
 
 
 def _times(costs: tuple[np.ndarray, np.ndarray], counts_W: np.ndarray, work_W: np.ndarray) -> np.ndarray:

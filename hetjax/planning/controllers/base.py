@@ -1,34 +1,30 @@
-"""What a controller is: timings in, plans out; and what the controllers share.
-
-The protocol of a controller: timings in, plans out. The next controller is one short file that follows it.
-
-What all controllers share: the counts in force, the short last step of an epoch, changing limits, the state.
-
-Laws that act now and then: every k steps, or once an epoch, on the timings gathered since the last time.
-"""
+"""The controller protocol, and what controllers share: `ControllerBase` and `Timings`."""
 
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
 
 from hetjax.arguments import whole
+from hetjax.plain_state import from_plain, to_plain
 from hetjax.planning.limits import Limits
 from hetjax.planning.rounding import allowed, largest_remainder
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The counts of one step, and why they are what they are."""
+    """The counts of one step, and the reason for them."""
 
     counts_W: np.ndarray  # int64, sums to the batch of the step
-    changed: bool = False  # whether this differs from the plan before, the short last step of an epoch aside
-    reason: str = ""  # a few words for the log: "first plan", "worker 2 slower: predicted gain 18%"
-    weights_W: np.ndarray | None = None  # worker i's gradient sum counts this many times; None: once, which is unbiased
+    changed: bool = False  # differs from the plan of the last full step
+    reason: str = ""  # for the log: "first plan", "worker 2 holds up the others: predicted gain 18%"
+    weights_W: np.ndarray | None = None  # factor on worker i's gradient sum; None: 1 for all, which is unbiased
 
     @cached_property
     def bounds_W1(self) -> np.ndarray:
@@ -37,190 +33,210 @@ class Plan:
 
     @cached_property
     def checksum(self) -> int:
-        """A fingerprint below 2**24, so that it travels exactly in a float32."""
+        """A checksum of the counts below 2**24, exact in a float32."""
         return zlib.crc32(np.ascontiguousarray(self.counts_W, dtype="<i8").tobytes()) & 0xFFFFFF
 
 
 @dataclass(frozen=True)
 class Observation:
-    """What one finished step told about the workers. The same numbers in the same order reach every process."""
+    """The timings of one finished step. Every process receives the same numbers in the same order."""
 
     counts_W: np.ndarray  # int64, samples
-    work_W: np.ndarray  # float64, Limits.work(counts_W) when the step ran
+    work_W: np.ndarray  # float64, Limits.work(counts_W) at the time of the step
     times_W: np.ndarray  # float64 seconds, rounded to 1 microsecond; NaN where there is no valid timing
     epoch: int = 0
     step: int = 0
 
     @property
     def valid_W(self) -> np.ndarray:
-        """Which workers have something to learn from: samples, and a valid timing of them."""
+        """Workers that had samples and a valid timing."""
         return (self.counts_W > 0) & (self.times_W > 0) & (self.times_W < np.inf)
 
 
 class Controller(Protocol):
     """Decides how many samples each worker gets.
 
-    The trainer calls `plan` once a step and `observe` once a finished step. The plan of step n + 1 is made after the
-    observation of step n - 1, so two plans are made before the first observation arrives.
+    The trainer calls `plan` once per step and `observe` once per finished step. The plan of step n + 1 is made after
+    the observation of step n - 1, so two plans are made before the first observation arrives.
     """
 
     name: str
 
     def plan(self, batch: int, limits: Limits, epoch: int = 0) -> Plan:
-        """Counts for the next step, which has `batch` samples (less than usual in the last step of an epoch)."""
+        """Return the counts of the next step, which has `batch` samples (fewer in the last step of an epoch)."""
         ...
 
-    def observe(self, seen: Observation) -> None:
+    def observe(self, observation: Observation, /) -> None:
         """Learn from a finished step."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state as plain JSON values."""
+        """Return the whole state as plain JSON values."""
         ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`, possibly with another number of workers (then start afresh)."""
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Continue from a `state_dict`. The first plan for another number of workers resets the controller."""
         ...
 
 
-class ControllerBase:
-    """A controller that keeps counts in force; a law only says when and how to move them.
+@dataclass
+class ControllerState:
+    """What every controller saves; subclasses add what they learn. The names are those of the saved JSON."""
 
-    A subclass fills in `begin` (everything it learns, for a number of workers), `observe` and `decide`, and names in
-    `learned` the attributes that make up its state.
+    workers: int
+    usual: int = field(default=0, init=False)  # the batch of a full step
+    short: int = field(default=0, init=False)  # the batch of the previous step if it was shorter than that, else 0
+    counts_W: np.ndarray | None = field(default=None, init=False)  # the counts of a full step
+
+
+StateT = TypeVar("StateT", bound=ControllerState)
+
+
+class ControllerBase(ABC, Generic[StateT]):
+    """Keeps the counts of a full step in force, and adapts them to short steps and to changed limits.
+
+    A subclass provides `initial_state`, `observe` and `decide`. Everything it learns is in `state`, a dataclass.
     """
 
     name: ClassVar[str]
-    learned: ClassVar[tuple[str, ...]] = ()
+    state: StateT
 
     def __init__(self) -> None:
-        self._start(0)
+        self._reset(0)
 
-    def _start(self, workers: int) -> None:
-        self.workers = workers
-        self.usual = 0  # the batch of a full step
-        self.short = 0  # the batch of the step before, if it was less than usual
-        self.counts_W: np.ndarray | None = None
-        self._checked: Limits | None = None  # the limits that the counts are known to keep
-        self.begin(workers)
+    def _reset(self, workers: int) -> None:
+        self.state = self.initial_state(workers)
+        self._checked: Limits | None = None  # limits that the counts in force are known to satisfy
 
-    def begin(self, workers: int) -> None:
-        """Forget everything."""
+    @abstractmethod
+    def initial_state(self, workers: int) -> StateT:
+        """The state before the first plan."""
 
-    def observe(self, seen: Observation) -> None:
+    @property
+    def counts_W(self) -> np.ndarray | None:
+        """The counts of a full step; None before the first plan."""
+        return self.state.counts_W
+
+    def observe(self, observation: Observation, /) -> None:
         """Learn from a finished step."""
 
     def decide(self, counts_W: np.ndarray, limits: Limits, epoch: int) -> tuple[np.ndarray, str]:
-        """New counts for a full step and the reason, given those in force; the same counts if they should stay."""
+        """Return counts for a full step and the reason; `counts_W`, those in force, to keep them."""
         return counts_W, ""
 
     def shares(self, counts_W: np.ndarray, limits: Limits) -> np.ndarray:
-        """How to share out another batch than the usual one, or the usual one when limits have changed."""
+        """Shares for a batch of another size, or under changed limits."""
         return counts_W.astype(np.float64)
 
     def fit(self, batch: int, counts_W: np.ndarray, limits: Limits) -> np.ndarray:
-        """Counts for another batch, or under other limits, in the spirit of those in force."""
+        """Counts for a batch of another size, or under changed limits."""
         return largest_remainder(self.shares(counts_W, limits), limits, batch)
 
+    def weights(self, counts_W: np.ndarray, batch: int) -> np.ndarray | None:
+        """`Plan.weights_W` of a step with these counts."""
+        return None
+
     def plan(self, batch: int, limits: Limits, epoch: int = 0) -> Plan:
-        if limits.workers != self.workers:
-            self._start(limits.workers)
-        if self.counts_W is not None and batch < self.usual and batch != self.short:
-            # The last step of an epoch. Only a batch that is small twice running is a new usual batch.
-            self.short = batch
-            return Plan(self.fit(batch, self.counts_W, limits), False, f"short step of {batch} samples")
-        self.short = 0
-        if self.counts_W is None:
-            self.usual = batch
-            self.counts_W = self.fit(batch, np.ones(self.workers), limits)
-            return Plan(self.counts_W, False, "first plan")
-        before_W, reason = self.counts_W, ""
+        """Return the counts of the next step, which has `batch` samples (fewer in the last step of an epoch)."""
+        if limits.workers != self.state.workers:
+            self._reset(limits.workers)
+        counts_W, changed, reason = self._counts(batch, limits, epoch)
+        return Plan(counts_W, changed, reason, self.weights(counts_W, batch))
+
+    def _counts(self, batch: int, limits: Limits, epoch: int) -> tuple[np.ndarray, bool, str]:
+        state = self.state
+        if state.counts_W is not None and batch < state.usual and batch != state.short:
+            # The last step of an epoch. Only two short steps of the same size in a row mean a new batch size.
+            state.short = batch
+            return self.fit(batch, state.counts_W, limits), False, f"short step of {batch} samples"
+        state.short = 0
+        if state.counts_W is None:
+            state.usual = batch
+            state.counts_W = self.fit(batch, np.ones(state.workers), limits)
+            return state.counts_W, False, "first plan"
+        before_W, reason = state.counts_W, ""
         fits = limits is self._checked or allowed(before_W, limits, batch)
-        if batch != self.usual or not fits:
-            reason = f"batch is now {batch}" if batch != self.usual else "limits have changed"
-            self.usual = batch
-            self.counts_W = self.fit(batch, before_W, limits)
-        self.counts_W, why = self.decide(self.counts_W, limits, epoch)
+        if batch != state.usual or not fits:
+            reason = f"batch is now {batch}" if batch != state.usual else "limits have changed"
+            state.usual = batch
+            state.counts_W = self.fit(batch, before_W, limits)
+        state.counts_W, why = self.decide(state.counts_W, limits, epoch)
         self._checked = limits
-        return Plan(self.counts_W, not np.array_equal(self.counts_W, before_W), why or reason)
+        return state.counts_W, not np.array_equal(state.counts_W, before_W), why or reason
 
     def state_dict(self) -> dict[str, Any]:
-        names = ("workers", "usual", "short", "counts_W", *self.learned)
-        return {"controller": self.name} | {name: _plain(getattr(self, name)) for name in names}
+        """Return the whole state as plain JSON values."""
+        return {"controller": self.name} | to_plain(self.state)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], /) -> None:
+        """Continue from a `state_dict`. The first plan for another number of workers resets the controller.
+
+        Raises:
+            ValueError: If the state is that of another controller.
+        """
         if state.get("controller") != self.name:
             raise ValueError(
                 f"The state belongs to controller {state.get('controller')!r}, this one is {self.name!r}; "
                 "resume with the controller that was saved, or start this one without a state."
             )
-        self._start(int(state["workers"]))
-        for name in ("usual", "short", "counts_W", *self.learned):
-            value = state.get(name, getattr(self, name))  # what an older version did not save starts afresh
-            setattr(self, name, np.array(value) if isinstance(value, list) else value)
+        self._reset(int(state["workers"]))
+        self.state = from_plain(self.state, state)
 
 
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray) else value
+Every = int | Literal["epoch"]
 
 
-Cadence = int | Literal["epoch"]
+def check_every(every: Every) -> Every:
+    """Check when a law acts: after this number of steps, or once per epoch."""
+    return "epoch" if every == "epoch" else whole("every, if not 'epoch',", every, 1)
 
 
-class Cadenced(ControllerBase):
-    """Sums counts and times between two moments of decision and hands them to the `law`.
+@dataclass(init=False)
+class Timings:
+    """The cadence of a law that acts now and then: sums over the steps since it last acted, and when it acts next.
 
-    The sums are those of the steps really timed, so a timing that arrives after a change still speaks for the counts
-    it was taken with: sum n_i / sum t_i is worker i's rate whatever was in force.
+    The sums pair each time with the counts it was measured with, so a timing that arrives after a change still counts:
+    sum n_i / sum t_i is worker i's rate whatever counts are in force.
     """
 
-    learned: ClassVar[tuple[str, ...]] = ("sum_n_W", "sum_t_W", "timed_W", "gathered", "epoch")
+    sum_n_W: np.ndarray
+    sum_t_W: np.ndarray
+    timed_W: np.ndarray  # number of timings
+    gathered: int  # steps
+    epoch: int  # of the last plan
 
-    def __init__(self, every: Cadence = "epoch") -> None:
-        if every != "epoch":
-            every = whole("every, if not 'epoch',", every, 1)
-        self.every = every
-        super().__init__()
-
-    def begin(self, workers: int) -> None:
+    def __init__(self, workers: int) -> None:
         self.epoch = 0
-        self.clear(workers)
-
-    def clear(self, workers: int) -> None:
-        """Gather from the beginning."""
         self.sum_n_W, self.sum_t_W = np.zeros(workers), np.zeros(workers)
         self.timed_W, self.gathered = np.zeros(workers, np.int64), 0
 
-    def observe(self, seen: Observation) -> None:
-        if len(seen.counts_W) != self.workers or (
-            self.usual and abs(int(seen.counts_W.sum()) - self.usual) > self.workers
+    @property
+    def mean_W(self) -> np.ndarray:
+        """Mean time of a step; 0 where there is none."""
+        return self.sum_t_W / np.maximum(self.timed_W, 1)
+
+    def add(self, observation: Observation, full_batch: int) -> None:
+        """Add a step, unless it is that of other workers or of a short batch, which is no measure of a full one."""
+        workers = len(self.timed_W)
+        # Full steps of a sharded partition differ by up to a sample per worker.
+        if len(observation.counts_W) != workers or (
+            full_batch and abs(int(observation.counts_W.sum()) - full_batch) > workers
         ):
-            return  # the short last step of an epoch is no fair measure of a full one; steps of shards vary by a sample
-        valid_W = seen.valid_W
-        self.sum_n_W = self.sum_n_W + np.where(valid_W, seen.counts_W, 0)
-        self.sum_t_W = self.sum_t_W + np.where(valid_W, seen.times_W, 0.0)
+            return
+        valid_W = observation.valid_W
+        self.sum_n_W = self.sum_n_W + np.where(valid_W, observation.counts_W, 0)
+        self.sum_t_W = self.sum_t_W + np.where(valid_W, observation.times_W, 0.0)
         self.timed_W = self.timed_W + valid_W
         self.gathered += 1
 
-    def due(self, epoch: int) -> bool:
-        turned, self.epoch = epoch != self.epoch, epoch
-        ready = turned if self.every == "epoch" else self.gathered >= self.every
+    def due(self, every: Every, epoch: int) -> bool:
+        """Whether the law acts in this step of `epoch`. To be called in every full step."""
+        new_epoch, self.epoch = epoch != self.epoch, epoch
+        ready = new_epoch if every == "epoch" else self.gathered >= every
         return ready and bool(self.timed_W.any())
 
-    def decide(self, counts_W: np.ndarray, limits: Limits, epoch: int) -> tuple[np.ndarray, str]:
-        if not self.due(epoch):
-            return counts_W, ""
-        counts_W, reason = self.law(counts_W, limits)
-        self.clear(self.workers)
-        return counts_W, reason
-
-    def law(self, counts_W: np.ndarray, limits: Limits) -> tuple[np.ndarray, str]:
-        """New counts from what has been gathered, and the reason."""
-        raise NotImplementedError
-
-    def rates(self, share_W: np.ndarray) -> np.ndarray:
-        """Shares by samples per second, p_i ~ sum n_i / sum t_i; a worker that was not timed keeps the share it has."""
-        timed_W = self.timed_W > 0
-        rate_W = np.where(timed_W, self.sum_n_W / np.where(timed_W, self.sum_t_W, 1.0), 0.0)
-        kept = float(share_W[~timed_W].sum())
-        return np.where(timed_W, (1.0 - kept) * rate_W / float(rate_W.sum()), share_W)
+    def clear(self) -> None:
+        """Start over, after the law has acted."""
+        workers = len(self.timed_W)
+        self.sum_n_W, self.sum_t_W = np.zeros(workers), np.zeros(workers)
+        self.timed_W, self.gathered = np.zeros(workers, np.int64), 0

@@ -1,248 +1,339 @@
-"""Controllers by the published rules: `dp`, `edp`, `dbs`, `lbb` and `lbbsp`.
+"""Controllers after published rules: `dp`, `edp`, `dbs`, `lbb` and `lbbsp`.
 
-`dp`: dynamic partition, the mean of worker means in its published form.
+The laws themselves, from timings to shares or costs, are pure functions. B is the global batch, N the number of
+workers, b_i a count, p_i a share, t_i the mean time of a step since the last update.
 
-Vineeth S, "Distributed Optimization using Heterogeneous Compute Systems", arXiv 2110.08941.
-
-`edp`: dynamic partition with gradients weighted by the shares.
-
-Vineeth S, "Distributed Optimization using Heterogeneous Compute Systems", arXiv 2110.08941.
-
-`dbs`: shares by throughput, once an epoch, whole samples by largest remainder.
-
-Ye et al., "DBS: Dynamic Batch Size for Distributed Deep Neural Network Training", arXiv 2007.11831.
-
-`lbb`: load-balanced batching: hold, nudge or solve again, by the size of the imbalance.
-
-`lbbsp`: move a step of samples from the slowest to the fastest worker.
-
-Chen et al., "Semi-Dynamic Load Balancing" (LB-BSP), SoCC 2020.
+- `dp`, `edp`: Vineeth S, "Distributed Optimization using Heterogeneous Compute Systems", arXiv 2110.08941.
+- `dbs`: Ye et al., "DBS: Dynamic Batch Size for Distributed Deep Neural Network Training", arXiv 2007.11831.
+- `lbbsp`: Chen et al., "Semi-Dynamic Load Balancing", SoCC 2020.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import numpy as np
 
+from hetjax.arguments import whole
+from hetjax.plain_state import INLINE
 from hetjax.planning.allocation import solve
-from hetjax.planning.controllers.base import Cadence, Cadenced, ControllerBase, Observation, Plan
+from hetjax.planning.controllers.base import ControllerBase, ControllerState, Every, Observation, Timings, check_every
 from hetjax.planning.limits import Limits
-from hetjax.planning.rounding import allowed, largest_remainder
+from hetjax.planning.rounding import allowed, largest_remainder, round_half_up
 
 
-class Dp(Cadenced):
-    """p_i <- (p_i / t_i) / sum_k (p_k / t_k), t_i the mean time of a step since the last update; b_i = max(p_i B, 1).
+def throughput_shares(share_W: np.ndarray, timings: Timings) -> np.ndarray:
+    """p_i ~ sum n_i / sum t_i, samples per second; a worker without a timing keeps its `share_W`."""
+    timed_W = timings.timed_W > 0
+    rate_W = np.where(timed_W, timings.sum_n_W / np.where(timed_W, timings.sum_t_W, 1.0), 0.0)
+    kept = float(share_W[~timed_W].sum())
+    return np.where(timed_W, (1.0 - kept) * rate_W / float(rate_W.sum()), share_W)
 
-    The shares stay real numbers from update to update. By default whole samples come from the largest remainder and
-    all samples weigh the same. `faithful`: b_i = max(floor(p_i B), 1), what misses from B then being filled up so that
-    the step is whole, and the step is the mean of worker means, g = (1/N) sum_i g_i: weights_i = B / (N b_i), which
-    gives the samples of a small worker more say.
+
+def partition_shares(share_W: np.ndarray, counts_W: np.ndarray, timings: Timings, batch: int) -> np.ndarray:
+    """The law of `dp` and `edp`: p_i <- (p_i / t_i) / sum_k (p_k / t_k), for real-valued p_i beside whole counts."""
+    # Rates are those of the whole samples computed; the same factor moves the real-valued share.
+    whole_W = np.maximum(counts_W, 1) / batch
+    share_W = throughput_shares(whole_W, timings) * share_W / whole_W
+    return share_W / share_W.sum()
+
+
+def mean_of_means_weights(counts_W: np.ndarray, share_W: np.ndarray, batch: int) -> np.ndarray:
+    """weights_i = B / (N b_i), which gives g = (1/N) sum_i g_i, g_i the mean gradient of worker i."""
+    used_W = counts_W > 0
+    return np.where(used_W, batch / (len(counts_W) * np.where(used_W, counts_W, 1)), 0.0)
+
+
+def share_weights_over_workers(counts_W: np.ndarray, share_W: np.ndarray, batch: int) -> np.ndarray:
+    """weights_i = B p_i / (N b_i), which gives g = (1/N) sum_i p_i g_i, g_i the mean gradient of worker i."""
+    used_W = counts_W > 0
+    per_sample_W = share_W / (len(counts_W) * np.where(used_W, counts_W, 1))
+    return np.where(used_W, batch * per_sample_W, 0.0)
+
+
+def share_weights(counts_W: np.ndarray, share_W: np.ndarray, batch: int) -> np.ndarray:
+    """weights_i = B p_i / b_i, which gives g = sum_i p_i g_i, g_i the mean gradient of worker i."""
+    used_W = counts_W > 0
+    return np.where(used_W, batch * share_W / np.where(used_W, counts_W, 1), 0.0)
+
+
+def slowest_and_fastest(times_W: np.ndarray, timed_W: np.ndarray) -> tuple[int, int]:
+    """The slowest and the fastest of the workers that were timed."""
+    slow = int(np.argmax(np.where(timed_W, times_W, -np.inf)))
+    fast = int(np.argmin(np.where(timed_W, times_W, np.inf)))
+    return slow, fast
+
+
+def move(counts_W: np.ndarray, samples: int, source: int, target: int, limits: Limits) -> np.ndarray | None:
+    """Move samples from one worker to another; None if that leaves the source empty or breaks a limit."""
+    moved_W = counts_W.copy()
+    moved_W[source] -= samples
+    moved_W[target] += samples
+    return moved_W if moved_W[source] >= limits.quantum and allowed(moved_W, limits, int(counts_W.sum())) else None
+
+
+def fit_lines(sums_5xW: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Least squares of t = a + b n per worker, from the sums of 1, n, t, n n and n t.
+
+    Returns:
+        (a_W, b_W); a = 0 and b = sum t / sum n where the counts hardly vary, or where a < 0 or b <= 0. Workers without
+        a timing get the mean of those b.
+    """
+    one_W, n_W, t_W, nn_W, nt_W = sums_5xW
+    timed_W = one_W > 0
+    spread_W = one_W * nn_W - n_W * n_W
+    varied_W = timed_W & (spread_W > 1e-3 * one_W * nn_W)
+    b_W = np.where(varied_W, (one_W * nt_W - n_W * t_W) / np.where(varied_W, spread_W, 1.0), 0.0)
+    a_W = np.where(varied_W, (t_W - b_W * n_W) / np.where(timed_W, one_W, 1.0), 0.0)
+    good_W = varied_W & (b_W > 0) & (a_W >= 0)
+    mean_W = np.where(timed_W, t_W / np.where(timed_W, n_W, 1.0), 0.0)
+    mean_W = np.where(timed_W, mean_W, mean_W.sum() / max(int(timed_W.sum()), 1))
+    return np.where(good_W, a_W, 0.0), np.where(good_W, b_W, mean_W)
+
+
+@dataclass
+class PartitionState(ControllerState):
+    """The state of `dp` and `edp`."""
+
+    timings: Timings = field(init=False, metadata=INLINE)
+    share_W: np.ndarray = field(init=False)  # real-valued
+
+    def __post_init__(self) -> None:
+        self.timings = Timings(self.workers)
+        self.share_W = np.full(self.workers, 1.0 / max(self.workers, 1))
+
+
+class Dp(ControllerBase[PartitionState]):
+    """p_i <- (p_i / t_i) / sum_k (p_k / t_k); b_i = max(p_i B, 1). Dynamic partition.
+
+    The shares stay real-valued from update to update. By default counts are rounded by largest remainder and all
+    samples weigh the same.
+
+    Args:
+        every: Number of steps between two updates, or "epoch".
+        faithful: The published form: b_i = max(floor(p_i B), 1), topped up to sum to B, and the mean of worker means,
+            g = (1/N) sum_i g_i, which overweights the samples of small workers.
     """
 
     name = "dp"
-    learned = (*Cadenced.learned, "share_W")
+    faithful_weights = staticmethod(mean_of_means_weights)
 
-    def __init__(self, every: Cadence = "epoch", faithful: bool = False) -> None:
-        self.faithful = faithful
-        super().__init__(every)
+    def __init__(self, every: Every = "epoch", faithful: bool = False) -> None:
+        self.every, self.faithful = check_every(every), faithful
+        super().__init__()
 
-    def begin(self, workers: int) -> None:
-        super().begin(workers)
-        self.share_W = np.full(workers, 1.0 / max(workers, 1))
+    def initial_state(self, workers: int) -> PartitionState:
+        return PartitionState(workers)
+
+    def observe(self, observation: Observation, /) -> None:
+        self.state.timings.add(observation, self.state.usual)
 
     def shares(self, counts_W: np.ndarray, limits: Limits) -> np.ndarray:
-        return self.share_W
+        return self.state.share_W
 
-    def law(self, counts_W: np.ndarray, limits: Limits) -> tuple[np.ndarray, str]:
-        # Rates are those of the whole samples computed; the law carries the real-valued share on by the same factor.
-        whole_W = np.maximum(counts_W, 1) / self.usual
-        share_W = self.rates(whole_W) * self.share_W / whole_W
-        self.share_W = share_W / share_W.sum()
-        wanted_W = self.share_W
-        if self.faithful:
-            wanted_W = np.maximum(np.floor(self.usual * self.share_W), 1.0)
-        new_W = largest_remainder(wanted_W, limits, self.usual, least=1)
+    def decide(self, counts_W: np.ndarray, limits: Limits, epoch: int) -> tuple[np.ndarray, str]:
+        state = self.state
+        if not state.timings.due(self.every, epoch):
+            return counts_W, ""
+        share_W = partition_shares(state.share_W, counts_W, state.timings, state.usual)
+        wanted_W = np.maximum(np.floor(state.usual * share_W), 1.0) if self.faithful else share_W
+        new_W = largest_remainder(wanted_W, limits, state.usual, least=1)
         # Where a limit holds the count, the share must not run away from it.
-        held_W = np.abs(new_W - self.usual * self.share_W) > limits.quantum
-        self.share_W = np.where(held_W, new_W / self.usual, self.share_W)
+        held_W = np.abs(new_W - state.usual * share_W) > limits.quantum
+        state.share_W = np.where(held_W, new_W / state.usual, share_W)
+        state.timings.clear()
         return new_W, "shares by throughput"
 
-    def plan(self, batch: int, limits: Limits, epoch: int = 0) -> Plan:
-        plan = super().plan(batch, limits, epoch)
-        return self.weigh(plan, batch) if self.faithful else plan
-
-    def weigh(self, plan: Plan, batch: int) -> Plan:
-        used_W = plan.counts_W > 0
-        weights_W = np.where(used_W, batch / (self.workers * np.where(used_W, plan.counts_W, 1)), 0.0)
-        return Plan(plan.counts_W, plan.changed, plan.reason, weights_W)
+    def weights(self, counts_W: np.ndarray, batch: int) -> np.ndarray | None:
+        return self.faithful_weights(counts_W, self.state.share_W, batch) if self.faithful else None
 
 
 class Edp(Dp):
-    """The shares of `dp` with g = sum_i p_i g_i; with p_i = b_i / B that is the mean over all samples, the default.
+    """The shares of `dp` with g = sum_i p_i g_i; with p_i = b_i / B, the default, that is the mean over all samples.
 
-    `faithful`: the published step divides by N a second time, g = (1/N) sum_i p_i g_i with the real-valued p_i:
-    weights_i = B p_i / (N b_i), in effect a learning rate N times smaller.
+    Args:
+        every: Number of steps between two updates, or "epoch".
+        faithful: The published form divides by N once more, g = (1/N) sum_i p_i g_i with real-valued p_i: in effect a
+            learning rate N times smaller.
     """
 
     name = "edp"
-
-    def weigh(self, plan: Plan, batch: int) -> Plan:
-        used_W = plan.counts_W > 0
-        per_sample_W = self.share_W / (self.workers * np.where(used_W, plan.counts_W, 1))
-        return Plan(plan.counts_W, plan.changed, plan.reason, np.where(used_W, batch * per_sample_W, 0.0))
+    faithful_weights = staticmethod(share_weights_over_workers)
 
 
-class Dbs(Cadenced):
-    """p_i <- (p_i / t_i) / sum_k (p_k / t_k), t_i the mean time of a step since the last update; q_i = B p_i;
-    b_i = floor(q_i), the missing samples to the largest fractional parts, b_i >= 1; p_i = b_i / B.
+@dataclass
+class DbsState(ControllerState):
+    """The state of `dbs`."""
 
-    `faithful`: only fractions of one half or more are rounded up (see `round_half_up`; what then misses from B is
-    filled up so that the step is whole) and the short last step of an epoch weighs workers by p_i as a full one does,
-    g = sum_i p_i g_i with g_i the mean over its b_i samples.
+    timings: Timings = field(init=False, metadata=INLINE)
+
+    def __post_init__(self) -> None:
+        self.timings = Timings(self.workers)
+
+
+class Dbs(ControllerBase[DbsState]):
+    """p_i <- (p_i / t_i) / sum_k (p_k / t_k); b_i = p_i B by largest remainder, b_i >= 1; p_i = b_i / B.
+
+    Args:
+        every: Number of steps between two updates, or "epoch".
+        faithful: The published form: `round_half_up`, topped up to sum to B, and workers weigh p_i in the short last
+            step of an epoch, too: g = sum_i p_i g_i, g_i the mean over its samples.
     """
 
     name = "dbs"
 
-    def __init__(self, every: Cadence = "epoch", faithful: bool = False) -> None:
-        self.faithful = faithful
-        super().__init__(every)
+    def __init__(self, every: Every = "epoch", faithful: bool = False) -> None:
+        self.every, self.faithful = check_every(every), faithful
+        super().__init__()
 
-    def law(self, counts_W: np.ndarray, limits: Limits) -> tuple[np.ndarray, str]:
-        share_W = self.rates(counts_W / self.usual)
+    def initial_state(self, workers: int) -> DbsState:
+        return DbsState(workers)
+
+    def observe(self, observation: Observation, /) -> None:
+        self.state.timings.add(observation, self.state.usual)
+
+    def decide(self, counts_W: np.ndarray, limits: Limits, epoch: int) -> tuple[np.ndarray, str]:
+        state = self.state
+        if not state.timings.due(self.every, epoch):
+            return counts_W, ""
+        share_W = throughput_shares(counts_W / state.usual, state.timings)
         if self.faithful:
-            share_W = round_half_up(self.usual * share_W).astype(np.float64)
-        return largest_remainder(share_W, limits, self.usual, least=1), "shares by throughput"
+            share_W = round_half_up(state.usual * share_W).astype(np.float64)
+        state.timings.clear()
+        return largest_remainder(share_W, limits, state.usual, least=1), "shares by throughput"
 
-    def plan(self, batch: int, limits: Limits, epoch: int = 0) -> Plan:
-        plan = super().plan(batch, limits, epoch)
-        if not self.faithful or batch == self.usual or self.counts_W is None:
-            return plan
-        share_W = self.counts_W / self.usual
-        used_W = plan.counts_W > 0
-        weights_W = np.where(used_W, batch * share_W / np.where(used_W, plan.counts_W, 1), 0.0)
-        return Plan(plan.counts_W, plan.changed, plan.reason, weights_W)
+    def weights(self, counts_W: np.ndarray, batch: int) -> np.ndarray | None:
+        state = self.state
+        if not self.faithful or batch == state.usual or state.counts_W is None:
+            return None
+        return share_weights(counts_W, state.counts_W / state.usual, batch)
 
 
-def round_half_up(ideal_W: np.ndarray) -> np.ndarray:
-    """DBS's published rounding: floor, then the missing samples to the largest fractions that are one half or more.
+@dataclass
+class LbbState(ControllerState):
+    """The state of `lbb`."""
 
-    Falls short of the batch when fewer fractions than missing samples reach one half.
-    """
-    counts_W = np.floor(ideal_W).astype(np.int64)
-    fraction_W = ideal_W - counts_W
-    missing = int(np.floor(ideal_W.sum() + 0.5)) - int(counts_W.sum())
-    order_W = np.argsort(-fraction_W, kind="stable")[: max(missing, 0)]
-    counts_W[order_W[fraction_W[order_W] >= 0.5]] += 1
-    return counts_W
+    steps: int = field(default=0, init=False)  # planned
+    cool: int = field(default=0, init=False)  # steps left before the next solve
+    sums_5xW: np.ndarray = field(init=False)  # of 1, n, t, n n, n t
+    last_W: np.ndarray = field(init=False)  # times of the last step, 0 where there is none
+    fresh: bool = field(default=False, init=False)  # those times have not been used
+
+    def __post_init__(self) -> None:
+        self.sums_5xW, self.last_W = np.zeros((5, self.workers)), np.zeros(self.workers)
 
 
-class Lbb(ControllerBase):
-    """SE = (max t - min t) / mean t of the last step.
+class Lbb(ControllerBase[LbbState]):
+    """Load-balanced batching by the imbalance (max t - min t) / mean t of the last step.
 
-    SE <= hold: keep; SE <= nudge: one sample (quantum) from the slowest to the fastest worker; above: fit t = a + b n
-    to the timings of each worker by least squares and solve for the smallest largest time, then cool down.
-    The fit starts with a warm-up: half of it with equal counts, half with counts a quarter up and down by turns. It
-    remembers timings with weight memory^age.
+    - imbalance <= hold: keep the counts;
+    - imbalance <= nudge: one sample (quantum) from the slowest to the fastest worker;
+    - above: fit t = a + b n to each worker by least squares, minimize the largest time, then cool down.
+
+    Args:
+        hold: Imbalance up to which nothing changes.
+        nudge: Imbalance up to which a single sample moves.
+        cool_down: Steps after a solve without another one.
+        warm_up: Steps before the first solve: half of them with equal counts, half with counts 25% up and down in turn,
+            so that both coefficients can be fitted.
+        memory: A timing has weight memory^age in the fit.
     """
 
     name = "lbb"
-    learned = ("steps", "cool", "sums_5xW", "last_W", "fresh")
 
     def __init__(
         self, hold: float = 0.06, nudge: float = 0.15, cool_down: int = 30, warm_up: int = 10, memory: float = 0.9
     ) -> None:
-        self.memory = memory
-        self.hold, self.nudge, self.cool_down, self.warm_up = hold, nudge, cool_down, warm_up
+        self.hold, self.nudge, self.cool_down, self.warm_up, self.memory = hold, nudge, cool_down, warm_up, memory
         super().__init__()
 
-    def begin(self, workers: int) -> None:
-        self.steps, self.cool, self.fresh = 0, 0, False
-        self.sums_5xW = np.zeros((5, workers))  # of 1, n, t, n n, n t
-        self.last_W = np.zeros(workers)  # times of the last step, 0 where there is none
+    def initial_state(self, workers: int) -> LbbState:
+        return LbbState(workers)
 
-    def observe(self, seen: Observation) -> None:
-        if len(seen.counts_W) != self.workers or int(seen.counts_W.sum()) != self.usual:
+    def observe(self, observation: Observation, /) -> None:
+        state, counts_W, valid_W = self.state, observation.counts_W, observation.valid_W
+        if len(counts_W) != state.workers or int(counts_W.sum()) != state.usual:
             return
-        n_W, t_W = seen.counts_W.astype(np.float64), np.where(seen.valid_W, seen.times_W, 0.0)
-        terms_5xW = np.stack([np.ones(self.workers), n_W, t_W, n_W * n_W, n_W * t_W])
-        self.sums_5xW = np.where(seen.valid_W, self.memory * self.sums_5xW + terms_5xW, self.sums_5xW)
-        self.last_W, self.fresh = t_W, True
+        n_W, t_W = counts_W.astype(np.float64), np.where(valid_W, observation.times_W, 0.0)
+        terms_5xW = np.stack([np.ones(state.workers), n_W, t_W, n_W * n_W, n_W * t_W])
+        state.sums_5xW = np.where(valid_W, self.memory * state.sums_5xW + terms_5xW, state.sums_5xW)
+        state.last_W, state.fresh = t_W, True
 
     def decide(self, counts_W: np.ndarray, limits: Limits, epoch: int) -> tuple[np.ndarray, str]:
-        self.steps += 1
-        if self.steps <= self.warm_up:
-            sign_W = np.where((np.arange(self.workers) + self.steps) % 2 == 0, 1.25, 0.75)
-            share_W = np.ones(self.workers) if self.steps < self.warm_up // 2 else sign_W
-            return largest_remainder(share_W, limits, self.usual), "warm-up"
-        self.cool = max(self.cool - 1, 0)
-        timed_W = self.last_W > 0
-        if not self.fresh or not timed_W.any():
+        state = self.state
+        state.steps += 1
+        if state.steps <= self.warm_up:
+            alternating_W = np.where((np.arange(state.workers) + state.steps) % 2 == 0, 1.25, 0.75)
+            share_W = np.ones(state.workers) if state.steps < self.warm_up // 2 else alternating_W
+            return largest_remainder(share_W, limits, state.usual), "warm-up"
+        state.cool = max(state.cool - 1, 0)
+        timed_W = state.last_W > 0
+        if not state.fresh or not timed_W.any():
             return counts_W, ""
-        self.fresh = False
-        mean = float(self.last_W[timed_W].sum()) / int(timed_W.sum())
-        slow = int(np.argmax(np.where(timed_W, self.last_W, -np.inf)))
-        fast = int(np.argmin(np.where(timed_W, self.last_W, np.inf)))
-        imbalance = float(self.last_W[slow] - self.last_W[fast]) / mean
-        if self.steps == self.warm_up + 1 or (imbalance > self.nudge and self.cool == 0):
-            self.cool = self.cool_down
-            startup_W, per_sample_W = self.line()
-            best = solve(startup_W, per_sample_W, limits, self.usual, counts_W)
+        state.fresh = False
+        mean = float(state.last_W[timed_W].sum()) / int(timed_W.sum())
+        slow, fast = slowest_and_fastest(state.last_W, timed_W)
+        imbalance = float(state.last_W[slow] - state.last_W[fast]) / mean
+        if state.steps == self.warm_up + 1 or (imbalance > self.nudge and state.cool == 0):
+            state.cool = self.cool_down
+            best = solve(*fit_lines(state.sums_5xW), limits, state.usual, counts_W)
             return best.counts_W, f"imbalance {100 * imbalance:.0f}%: solved again"
         if self.hold < imbalance <= self.nudge:
-            moved_W = counts_W.copy()
-            moved_W[slow] -= limits.quantum
-            moved_W[fast] += limits.quantum
-            if moved_W[slow] >= limits.quantum and allowed(moved_W, limits, self.usual):
+            moved_W = move(counts_W, limits.quantum, slow, fast, limits)
+            if moved_W is not None:
                 return moved_W, f"imbalance {100 * imbalance:.0f}%: one step from worker {slow} to worker {fast}"
         return counts_W, ""
 
-    def line(self) -> tuple[np.ndarray, np.ndarray]:
-        """Least squares (a_W, b_W); through the origin where the counts say nothing else or the line makes no sense."""
-        one_W, n_W, t_W, nn_W, nt_W = self.sums_5xW
-        timed_W = one_W > 0
-        spread_W = one_W * nn_W - n_W * n_W
-        apart_W = timed_W & (spread_W > 1e-3 * one_W * nn_W)
-        b_W = np.where(apart_W, (one_W * nt_W - n_W * t_W) / np.where(apart_W, spread_W, 1.0), 0.0)
-        a_W = np.where(apart_W, (t_W - b_W * n_W) / np.where(timed_W, one_W, 1.0), 0.0)
-        good_W = apart_W & (b_W > 0) & (a_W >= 0)
-        rate_W = np.where(timed_W, t_W / np.where(timed_W, n_W, 1.0), 0.0)
-        rate_W = np.where(timed_W, rate_W, rate_W.sum() / max(int(timed_W.sum()), 1))
-        return np.where(good_W, a_W, 0.0), np.where(good_W, b_W, rate_W)
+
+@dataclass
+class LbbspState(ControllerState):
+    """The state of `lbbsp`."""
+
+    timings: Timings = field(init=False, metadata=INLINE)
+    delta: int  # samples to move
+    window: int  # steps
+    last_slow: int = field(default=-1, init=False)
+    last_fast: int = field(default=-1, init=False)
+
+    def __post_init__(self) -> None:
+        self.timings = Timings(self.workers)
 
 
-class Lbbsp(Cadenced):
-    """Every window: n_slowest -= delta, n_fastest += delta, by the mean times of the window.
+class Lbbsp(ControllerBase[LbbspState]):
+    """After every window: n_slowest -= delta, n_fastest += delta, by the mean times of the window.
 
-    When a move undoes the one before (the roles have swapped), delta is halved and the window doubled, up to
-    `longest` steps. Delta is in samples and never less than the quantum.
+    When a move undoes the one before (slowest and fastest have swapped), delta is halved and the window doubled.
+
+    Args:
+        every: The first window, in steps.
+        delta: The first delta, in samples; at least one quantum is moved.
+        longest: The longest window, in steps.
     """
 
     name = "lbbsp"
-    learned = (*Cadenced.learned, "delta", "window", "last_slow", "last_fast")
 
     def __init__(self, every: int = 5, delta: int = 5, longest: int = 80) -> None:
-        self.first_delta, self.longest = delta, longest
-        super().__init__(every)
+        self.every, self.delta, self.longest = whole("every", every, 1), delta, longest
+        super().__init__()
 
-    def begin(self, workers: int) -> None:
-        super().begin(workers)
-        self.delta, self.window = self.first_delta, int(self.every)
-        self.last_slow, self.last_fast = -1, -1
+    def initial_state(self, workers: int) -> LbbspState:
+        return LbbspState(workers, self.delta, self.every)
 
-    def due(self, epoch: int) -> bool:
-        return self.gathered >= self.window and bool(self.timed_W.any())
+    def observe(self, observation: Observation, /) -> None:
+        self.state.timings.add(observation, self.state.usual)
 
-    def law(self, counts_W: np.ndarray, limits: Limits) -> tuple[np.ndarray, str]:
-        timed_W = self.timed_W > 0
-        mean_W = self.sum_t_W / np.maximum(self.timed_W, 1)
-        slow = int(np.argmax(np.where(timed_W, mean_W, -np.inf)))
-        fast = int(np.argmin(np.where(timed_W, mean_W, np.inf)))
-        if (slow, fast) == (self.last_fast, self.last_slow):
-            self.delta, self.window = max(self.delta // 2, 1), min(2 * self.window, self.longest)
-        self.last_slow, self.last_fast = slow, fast
-        units = max(self.delta // limits.quantum, 1) * limits.quantum
-        moved_W = counts_W.copy()
-        moved_W[slow] -= units
-        moved_W[fast] += units
-        if slow == fast or moved_W[slow] < limits.quantum or not allowed(moved_W, limits, self.usual):
+    def decide(self, counts_W: np.ndarray, limits: Limits, epoch: int) -> tuple[np.ndarray, str]:
+        state, timings = self.state, self.state.timings
+        timed_W = timings.timed_W > 0
+        if timings.gathered < state.window or not timed_W.any():
             return counts_W, ""
-        return moved_W, f"{units} samples from worker {slow} to worker {fast}"
+        slow, fast = slowest_and_fastest(timings.mean_W, timed_W)
+        timings.clear()
+        if (slow, fast) == (state.last_fast, state.last_slow):
+            state.delta, state.window = max(state.delta // 2, 1), min(2 * state.window, self.longest)
+        state.last_slow, state.last_fast = slow, fast
+        samples = max(state.delta // limits.quantum, 1) * limits.quantum
+        moved_W = None if slow == fast else move(counts_W, samples, slow, fast, limits)
+        if moved_W is None:
+            return counts_W, ""
+        return moved_W, f"{samples} samples from worker {slow} to worker {fast}"

@@ -132,7 +132,9 @@ def altered(folder):
             elif what == "rates":
                 sync.sharing.rate_N[1] *= 1.01
             else:
-                sync.sharing.controller.counts_W = sync.sharing.controller.counts_W[::-1] + np.array([1, -1])
+                sync.sharing.controller.state.counts_W = sync.sharing.controller.state.counts_W[::-1] + np.array(
+                    [1, -1]
+                )
 
         try:
             run(Daso(**OPTIONS), hook=alter, speeds=Simulation(constant([1.0] * WORKERS), row_time=0.002))
