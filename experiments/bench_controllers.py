@@ -1,18 +1,21 @@
-"""Every controller on every trace, in virtual time: who keeps unequal workers busiest, and who stays calm.
+"""Every controller on every trace, in virtual time: regret, false changes, and steps to recover.
 
     python experiments/bench_controllers.py --json controllers.json --figure controllers.png     # about 4 minutes
     python experiments/bench_controllers.py --quick                                              # within 50 s
 
 Expected: `balanced` has the lowest regret in every row, at most 0.01 on quiet traces and 0.05 on disturbed ones; it
-settles in 2 changes, makes no false ones at 5% noise, recovers within 5 steps. The traces are in controller_traces.py.
+settles in 2 changes, makes no false ones at 5% noise, and recovers within 5 steps. The traces are in
+controller_traces.py.
 
-Regret is total time / the oracle's - 1 on the same noise. The oracle knows the mean cost of the current step, neither
-the noise nor single spikes; `oracle+1` sees changes one step late. The first 1 + delay steps are equal for all, as no
-timing can have reached a plan yet; their time over the oracle's is reported apart as `uninformed`, and
-`regret_from_second_step` counts all of them but the very first. Settled: the plan's noise-free time is within 5% of the
-oracle's and stays so. False changes: changes in the 1,000 steps after the first 200 of constant speeds. Recovery: steps
-after one worker becomes 2x slower until the plan is within 10% of the best. `dp` and `edp` differ in the weight of
-gradients only, so that their times are the same.
+- Regret: total time / the oracle's - 1, on the same noise. The oracle knows the mean costs of the current step, but
+  neither the noise nor single spikes; `oracle+1` knows those of the step before. The first 1 + delay steps are excluded,
+  as no timing has reached a plan: their time over the oracle's is `uninformed`. `regret_from_second_step` excludes only
+  the very first step.
+- Settled: the plan's noise-free time is within 5% of the oracle's and stays there.
+- False changes: changes of the plan in the 1,000 steps after the first 200, at constant speeds.
+- Recovery: steps after one worker becomes 2x slower until the plan is within 10% of the best.
+
+`dp` and `edp` differ only in the weights of gradients, so their times are the same.
 """
 
 from __future__ import annotations
@@ -64,17 +67,19 @@ class Args:
     timeline: str = "step"
     """The trace of the time lines."""
     seed_base: int = 0
-    """First seed; another number is a fresh set of traces and noise."""
+    """First seed; another number gives new traces and noise."""
     quick: bool = False
     """One seed and shorter traces."""
     jobs: int = min(2, os.cpu_count() or 1)
-    """Processes."""
+    """Number of processes."""
 
     @property
     def seeds(self) -> list[int]:
+        """The seeds of traces and noise."""
         return [self.seed_base + k for k in range(1 if self.quick else 3)]
 
     def steps(self, trace: str) -> int:
+        """Length of a trace."""
         if trace == "fleet1024":
             return 200 if self.quick else 1000
         return 450 if self.quick and trace not in ("noise5", "noise15") else 1200
@@ -82,6 +87,8 @@ class Args:
 
 @dataclass(frozen=True)
 class Score:
+    """One controller on one trace; the terms are defined at the top of this file."""
+
     regret: float
     from_second_step: float
     uninformed: float
@@ -91,6 +98,14 @@ class Score:
 
 
 def judge(run: SimulatedRun, oracle_T: np.ndarray, best_T: np.ndarray, delay: int) -> Score:
+    """Score a run.
+
+    Args:
+        run: The run.
+        oracle_T: Times of the oracle, with the same noise.
+        best_T: Noise-free times of the oracle.
+        delay: Steps between a timing and the first plan that uses it.
+    """
     first = 1 + delay
     unsettled_T = np.flatnonzero(run.mean_times_T > 1.05 * best_T)
     settled = int(unsettled_T[-1]) + 1 if len(unsettled_T) else 0
@@ -104,8 +119,9 @@ def judge(run: SimulatedRun, oracle_T: np.ndarray, best_T: np.ndarray, delay: in
     )
 
 
-def oracle_run(trace: Trace, eps_TxW: np.ndarray, late: int) -> SimulatedRun:
-    counts_TxW, best_T = best_times(trace, late)
+def oracle_run(trace: Trace, eps_TxW: np.ndarray, staleness: int) -> SimulatedRun:
+    """The oracle on a trace, with costs `staleness` steps old."""
+    counts_TxW, best_T = best_times(trace, staleness)
     times_T = np.array([(trace.mean_times(k, counts_TxW[k]) * eps_TxW[k]).max() for k in range(trace.steps)])
     changed_T = np.concatenate([[False], np.any(counts_TxW[1:] != counts_TxW[:-1], axis=1)])
     return SimulatedRun(times_T, best_T, changed_T, counts_TxW)
@@ -116,10 +132,10 @@ def bench(job: tuple[str, int, int]) -> tuple[str, int, dict[int, dict[str, Scor
     name, steps, seed = job
     trace = (QUIET | DISTURBED)[name](steps, seed)
     eps_TxW = trace.draw(seed)
-    oracle, late = oracle_run(trace, eps_TxW, 0), oracle_run(trace, eps_TxW, 1)
+    oracle, stale = oracle_run(trace, eps_TxW, 0), oracle_run(trace, eps_TxW, 1)
     scores: dict[int, dict[str, Score]] = {}
     for delay in (0, 1):
-        scores[delay] = {"oracle+1": judge(late, oracle.times_T, oracle.mean_times_T, delay)}
+        scores[delay] = {"oracle+1": judge(stale, oracle.times_T, oracle.mean_times_T, delay)}
         for column, (law, options) in COLUMNS.items():
             if law == "edp":
                 scores[delay][column] = scores[delay][column.replace("edp", "dp")]
@@ -130,7 +146,7 @@ def bench(job: tuple[str, int, int]) -> tuple[str, int, dict[int, dict[str, Scor
 
 
 def recover(job: tuple[str, float, int, int]) -> tuple[str, float, int, float]:
-    """Steps that one controller needs after the slow-down; infinite if it never recovers."""
+    """Steps that a controller takes to recover from the slowdown; infinite if it never does."""
     column, noise, seed, delay = job
     trace = recovery(300, seed, noise)
     law, options = COLUMNS[column]
@@ -140,7 +156,7 @@ def recover(job: tuple[str, float, int, int]) -> tuple[str, float, int, float]:
 
 
 def plan_milliseconds(workers: int) -> float:
-    """The full update of `balanced`, a solve in every step, on 8 kinds of staircases; median over some steps."""
+    """Median time of a full update of `balanced`, with a solve in every step, on 8 kinds of staircases."""
     rng = np.random.default_rng(workers)
     capacity, rungs = 256, (1, 2, 4, 8, 12, 16, 24, 32)
     stairs = tuple(np.ceil(np.arange(capacity + 1) / rung) * rung for rung in rungs)
@@ -162,13 +178,14 @@ def plan_milliseconds(workers: int) -> float:
 
 
 def collect(args: Args) -> dict[str, Any]:
+    """Run everything; the results as they are written to JSON."""
     names = [*QUIET, *DISTURBED]
     jobs = [(name, args.steps(name), seed) for name in ["fleet1024", *names] for seed in args.seeds]
-    jobs = list(dict.fromkeys(jobs))  # the longest first
+    jobs = list(dict.fromkeys(jobs))  # the longest one first
     levels = NOISES if not args.quick else (0.05, 0.10)
-    many = range(args.seed_base, args.seed_base + (8 if args.quick else 20))
+    recovery_seeds = range(args.seed_base, args.seed_base + (8 if args.quick else 20))
     recoveries = [(c, n, s, d) for c in COLUMNS for n in (0.02, 0.05) for s in args.seeds for d in (0, 1)]
-    recoveries += [("balanced", n, s, d) for n in levels for s in many for d in (0, 1)]
+    recoveries += [("balanced", n, s, d) for n in levels for s in recovery_seeds for d in (0, 1)]
     with ProcessPoolExecutor(args.jobs) as pool:
         scored = list(pool.map(bench, jobs))
         recovered = list(pool.map(recover, recoveries, chunksize=20))
@@ -218,22 +235,25 @@ def collect(args: Args) -> dict[str, Any]:
 
 
 def percent(fraction: float) -> str:
+    """A fraction in %, with three digits."""
     value = 100.0 * fraction
     return f"{value:.2f}" if abs(value) < 9.995 else f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
 
 
-def whole(number: float) -> str:
+def count_text(number: float) -> str:
+    """A count; infinity means never."""
     return f"{number:.0f}" if number < np.inf else "never"
 
 
-def plain(value: Any) -> Any:
-    """For JSON: what never happens is null."""
+def finite(value: Any) -> Any:
+    """The results with None, null in JSON, instead of infinity."""
     if isinstance(value, dict):
-        return {key: plain(inner) for key, inner in value.items()}
+        return {key: finite(inner) for key, inner in value.items()}
     return None if value == np.inf else value
 
 
 def show(results: dict[str, Any], console: Console) -> None:
+    """Print the tables."""
     for delay, key in ((1, "regret"), (0, "regret_delay0")):
         for kind, names in (("quiet", list(QUIET)[:6]), ("quiet", list(QUIET)[6:]), ("disturbed", list(DISTURBED))):
             table = Table(title=f"regret in %, delay {delay}, {kind} traces", box=None, padding=(0, 1))
@@ -251,18 +271,21 @@ def show(results: dict[str, Any], console: Console) -> None:
         worst_step = max(results["worst_step"][name][column] for name in results["worst_step"])
         numbers = [results[key][column] for key in ("changes_to_settle", "false_changes", "recovery_steps")]
         table.add_row(
-            column, *map(whole, numbers), f"{worst_step:.1f}x", style="bold green" if column == "balanced" else None
+            column,
+            *map(count_text, numbers),
+            f"{worst_step:.1f}x",
+            style="bold green" if column == "balanced" else None,
         )
     console.print(table)
     for noise, by in results["recovery_steps_90th_percentile"].items():
-        steps = ", ".join(f"{delay} {whole(steps)}" for delay, steps in by.items())
+        steps = ", ".join(f"{delay} {count_text(steps)}" for delay, steps in by.items())
         console.print(f"balanced recovers at noise {noise}, 90th percentile of steps: {steps}")
     scale = ", ".join(f"{int(workers):,}: {ms:.2f}" for workers, ms in results["plan_ms"].items())
     console.print(f"balanced, milliseconds a step by workers: {scale}")
 
 
 def verdict(results: dict[str, Any], console: Console) -> bool:
-    """Every line that must hold, said out loud."""
+    """Check the expectations, print those that fail, and return whether all hold."""
     lines: list[tuple[bool, str]] = []
     for delay, key in ((1, "regret"), (0, "regret_delay0")):
         for name, row in results[key].items():
@@ -274,7 +297,7 @@ def verdict(results: dict[str, Any], console: Console) -> bool:
             lines.append((ok, f"{text}, limit {100 * limit:.0f}%"))
     settle, allowed = results["changes_to_settle_by_trace"], {"lag": 3, "noise15": 3, "noise20": 99}
     lines += [
-        (s["balanced"] <= allowed.get(n, 2), f"{n}: settled in {whole(s['balanced'])} changes")
+        (s["balanced"] <= allowed.get(n, 2), f"{n}: settled in {count_text(s['balanced'])} changes")
         for n, s in settle.items()
     ]
     false = results["false_changes_by_trace"]
@@ -295,6 +318,7 @@ def verdict(results: dict[str, Any], console: Console) -> bool:
 
 
 def draw(results: dict[str, Any], args: Args, path: Path) -> None:
+    """Draw the regrets and the time lines of one trace."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -329,6 +353,7 @@ def draw(results: dict[str, Any], args: Args, path: Path) -> None:
 
 
 def main(args: Args) -> None:
+    """Run the bench."""
     console = Console(width=80, highlight=False)
     start = time.perf_counter()
     results = collect(args)
@@ -336,7 +361,7 @@ def main(args: Args) -> None:
     verdict(results, console)
     console.print(f"seeds {args.seeds}, {time.perf_counter() - start:.0f} s")
     if args.json:
-        args.json.write_text(json.dumps(plain(results), indent=1))
+        args.json.write_text(json.dumps(finite(results), indent=1))
     if args.figure:
         draw(results, args, args.figure)
 

@@ -1,23 +1,23 @@
-"""The traces of the controller bench: for each its N, B, startup share, noise and rates. Seeded, so replayable.
+"""The traces of the controller bench, reproducible from a seed.
 
-Rates are in thousands of samples a second. A worker's mean time for n samples is startup + n / rate, the startup being
-`share` of the ideal step time batch / sum(rates). Noise is log-normal with mean 1 on every worker and step, its sd in
-ln t given as `noise`. Unless a trace says otherwise: N = 4, B = 512, share = 0.05, noise = 0.05, an epoch is 20 steps.
+Rates are in thousands of samples per second. A worker's mean time for n samples is startup + n / rate, the startup being
+`share` of the ideal step time batch / sum(rates). Noise is log-normal with mean 1 for every worker and step; `noise` is
+the sd of ln t. Defaults: N = 4, B = 512, share = 0.05, noise = 0.05, epochs of 20 steps.
 
-| trace | kind | what is in it |
+| trace | kind | content |
 |---|---|---|
 | hetero2, hetero6, hetero10 | quiet | rates 2 1.6 1.3 1; 6 4 2 1; 10 6 3 1 |
 | noise2 ... noise20 | quiet | rates 3 2 1.5 1, noise 0.02, 0.05, 0.10, 0.15, 0.20 |
-| lag | quiet | equal rates; worker 3 loses 0.6 of the ideal step time in every step, however few its samples |
-| caps | quiet | rates 6 4 2 1; capacities 150 150 512 512, the first two bind |
+| lag | quiet | equal rates; worker 3 has an additional startup of 0.6 of the ideal step time |
+| caps | quiet | rates 6 4 2 1; capacities 150 150 512 512, of which the first two bind |
 | slow50 | quiet | rates 1 1 1 0.02 |
 | fleet1024 | quiet | N = 1,024, B = 32,768; 50% at 1, 30% at 0.75, 20% at 0.5, each +- 8%; shuffled |
 | step | disturbed | rates 3 2 1.5 1; worker 0 becomes 2x slower at 1/4, worker 2 at 1/2; both recover at 3/4 |
 | drift | disturbed | rates 3 2 1.5 1; cost of worker 0 times 1 .. 2, of worker 3 times 1 .. 0.6 in 1,200 steps |
-| dbs | disturbed | equal rates, epochs of 30 s; with probability 0.1 each a worker loses 5-10 s an epoch for 4-20 |
-| bursts | disturbed | rates 3 2 1.5 1; with probability 1/250 a step a worker is 1.5-3x slower for 10-60 steps |
+| dbs | disturbed | equal rates, epochs of 30 s; with probability 0.1 each a worker loses 5-10 s per epoch for 4-20 epochs |
+| bursts | disturbed | rates 3 2 1.5 1; with probability 1/250 per step a worker is 1.5-3x slower for 10-60 steps |
 | spikes | disturbed | rates 3 2 1.5 1; with probability 1/200 a single step of a worker takes 3-10x as long |
-| recovery | disturbed | rates 3 2 1.5 1; worker 1 becomes 2x slower at 1/2; for the steps to recover |
+| recovery | disturbed | rates 3 2 1.5 1; worker 1 becomes 2x slower at 1/2; to count the steps to recover |
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def constant(
     share: float = 0.05,
     capacity: list[int] | None = None,
 ) -> Trace:
-    """A trace whose true costs never change; the others are made from one."""
+    """A trace of constant costs, from which the others are made."""
     rate_W = 1000.0 * np.asarray(rates)
     workers, ideal = len(rate_W), batch / rate_W.sum()
     limits = Limits(
@@ -56,25 +56,28 @@ def constant(
 
 
 def varying(base: Trace, factor_TxW: np.ndarray, extra_TxW: np.ndarray | None = None) -> Trace:
-    """The costs of `base` times a factor per step and worker, and extra seconds on the startup."""
+    """`base` with its costs times a factor per step and worker, plus extra seconds of startup."""
     startup_TxW = base.startup_TxW * factor_TxW + (0.0 if extra_TxW is None else extra_TxW)
     per_work_TxW = np.broadcast_to(base.per_work_TxW * factor_TxW, startup_TxW.shape)
     return Trace(base.name, base.batch, startup_TxW, per_work_TxW, base.steps, base.noise, base.limits)
 
 
 def lag(steps: int, seed: int) -> Trace:
+    """Equal rates; worker 3 has an additional startup."""
     base = constant("lag", (1.0, 1.0, 1.0, 1.0), steps=steps)
     extra_TxW = np.array([[0.0, 0.0, 0.0, 0.6 * base.batch / 4000.0]])
     return varying(base, np.ones((1, 4)), extra_TxW)
 
 
 def fleet(steps: int, seed: int) -> Trace:
+    """1,024 workers of three speeds."""
     rng = np.random.default_rng([seed, 1024])
     rate_W = np.repeat([1.0, 0.75, 0.5], [512, 307, 205]) * (1.0 + 0.08 * rng.uniform(-1.0, 1.0, 1024))
     return constant("fleet1024", rng.permutation(rate_W), steps=steps, batch=32 * 1024)
 
 
 def step_change(steps: int, seed: int) -> Trace:
+    """Two workers become slower one after the other, and recover."""
     factor_TxW = np.ones((steps, 4))
     factor_TxW[steps // 4 : 3 * steps // 4, 0] = 2.0
     factor_TxW[steps // 2 : 3 * steps // 4, 2] = 2.0
@@ -82,6 +85,7 @@ def step_change(steps: int, seed: int) -> Trace:
 
 
 def drift(steps: int, seed: int) -> Trace:
+    """One worker slows down and another speeds up, steadily."""
     factor_TxW = np.ones((steps, 4))
     factor_TxW[:, 0] = 1.0 + np.arange(steps) / 1200
     factor_TxW[:, 3] = 1.0 - 0.4 * np.arange(steps) / 1200
@@ -89,6 +93,7 @@ def drift(steps: int, seed: int) -> Trace:
 
 
 def dbs_disturbance(steps: int, seed: int) -> Trace:
+    """The disturbances of the DBS paper: workers that lose some seconds per epoch for several epochs."""
     rng = np.random.default_rng([seed, 7])
     base = constant("dbs", (1.0, 1.0, 1.0, 1.0), steps=steps)
     step_seconds = base.batch / 4000.0
@@ -103,6 +108,7 @@ def dbs_disturbance(steps: int, seed: int) -> Trace:
 
 
 def bursts(steps: int, seed: int) -> Trace:
+    """Workers that are slower for 10 to 60 steps."""
     rng = np.random.default_rng([seed, 11])
     factor_TxW = np.ones((steps, 4))
     for step in range(steps):
@@ -113,6 +119,7 @@ def bursts(steps: int, seed: int) -> Trace:
 
 
 def spikes(steps: int, seed: int) -> Trace:
+    """Single steps of a worker that take 3-10x as long."""
     rng = np.random.default_rng([seed, 13])
     base = constant("spikes", steps=steps)
     hit_TxW = rng.random((steps, 4)) < 1 / 200
@@ -121,6 +128,7 @@ def spikes(steps: int, seed: int) -> Trace:
 
 
 def recovery(steps: int, seed: int, noise: float = 0.05) -> Trace:
+    """One worker becomes 2x slower halfway."""
     factor_TxW = np.ones((steps, 4))
     factor_TxW[steps // 2 :, 1] = 2.0
     return varying(constant("recovery", steps=steps, noise=noise), factor_TxW)

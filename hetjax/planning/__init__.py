@@ -1,4 +1,4 @@
-"""Planning: how many samples each worker gets, and which. Pure NumPy; never imports jax."""
+"""Planning: how many samples each worker gets. Pure NumPy; never imports jax."""
 
 from hetjax.planning.allocation import Allocation, solve, solve_affine, solve_tables, within_reach
 from hetjax.planning.controllers import Controller, Observation, Plan, make

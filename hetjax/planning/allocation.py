@@ -2,8 +2,7 @@
 
 Worker i needs t_i(n) = startup_i + per_work_i * stairs_i[n] for n > 0 samples and t_i(0) = 0. Every t_i is
 non-decreasing, so with h_i(T) = max {n : t_i(n) <= T} the optimum is T* = min {T : sum_i h_i(T) >= batch}, and T* is
-one of the values t_i(n). `Grid` finds it in multiples of the quantum; a batch that is none leaves a remainder to one
-worker.
+one of the values t_i(n). `Grid` finds it in multiples of the quantum; one worker takes the remainder of the batch.
 
 Only float64 + - * /, comparisons and stable sorts are used, so that unlike hosts agree to the bit.
 """
@@ -29,11 +28,26 @@ def solve(
 ) -> Allocation:
     """Minimize max_i t_i(n_i) subject to sum_i n_i = batch, minimum_i <= n_i <= capacity_i and the quantum.
 
-    Counts are multiples of the quantum, except that the last worker with samples takes the remainder of the batch.
-    The time is exactly optimal. Among allocations of that time the total time is made small greedily: surplus samples
-    are taken where they save most per sample (this is exact when every t_i is convex); equal savings are taken from
-    a worker that has more than in `current_W`, then from the higher index. `bound_tolerance` is how closely, relative,
-    the lower bound is worked out; a large one saves time and changes nothing else.
+    t_i(n) = startup_i + per_work_i * work_i(n) for n > 0, with the work of `limits`, and t_i(0) = 0. Counts are
+    multiples of the quantum, except that the last worker with samples takes the remainder of the batch.
+
+    The time is exactly optimal. Among allocations of that time, the total time is reduced greedily: surplus samples are
+    removed where they save most per sample (exact when every t_i is convex). Ties go to a worker that has more samples
+    than in `current_W`, then to the higher index.
+
+    Args:
+        startup_W: Seconds per step of each worker that has samples, zero or more.
+        per_work_W: Seconds per unit of work of each worker, zero or more.
+        limits: Capacities, minimums, the quantum and the work of a count.
+        batch: The sum of the counts.
+        current_W: Counts to stay close to among equals (default: zeros).
+        bound_tolerance: Relative accuracy of `Allocation.lower_bound`; a larger one saves time and changes nothing else.
+
+    Returns:
+        The counts, the largest worker time they give, and a lower bound on it.
+
+    Raises:
+        ValueError: If a cost is negative or not finite, or if no counts satisfy the limits.
     """
     startup_W, per_work_W = np.asarray(startup_W, np.float64), np.asarray(per_work_W, np.float64)
     _check_costs(startup_W, per_work_W, limits)
@@ -50,9 +64,9 @@ def solve(
 
 
 def within_reach(startup_W: np.ndarray, per_work_W: np.ndarray, limits: Limits, batch: int, time: float) -> bool:
-    """Whether the batch could be done in `time`: sum_i h_i(time) >= batch. False is a proof that it cannot.
+    """Whether the batch can be computed in `time`: sum_i h_i(time) >= batch.
 
-    Much cheaper than `solve`. True is certain too unless the batch has a remainder. Costs must be finite.
+    Much cheaper than `solve`. False is exact; True is exact unless the batch has a remainder. Costs must be finite.
     """
     grid = Grid.of(startup_W, per_work_W, limits)
     units_W = np.minimum(grid.top_L[grid.base_W + grid.reach(time, grid.guess(time))], grid.cap_W)
@@ -69,7 +83,7 @@ def solve_affine(
     quantum: int = 1,
     current_W: np.ndarray | None = None,
 ) -> Allocation:
-    """`solve` for plain affine costs t_i(n) = startup_i + n per_sample_i; a capacity not given is the batch."""
+    """`solve` for affine costs t_i(n) = startup_i + n per_sample_i; capacities default to the batch."""
     workers = len(startup_W)
     capacity_W = np.full(workers, batch, np.int64) if capacity_W is None else np.asarray(capacity_W, np.int64)
     limits = Limits(
@@ -90,7 +104,7 @@ def solve_tables(
     quantum: int = 1,
     current_W: np.ndarray | None = None,
 ) -> Allocation:
-    """`solve` for any non-decreasing cost: `times[i][n]` is the time of n samples on worker i, its end the capacity."""
+    """`solve` for any non-decreasing cost: `times[i][n]` is the time of n samples on worker i, n up to its capacity."""
     workers = len(times)
     tables = tuple(np.concatenate([[0.0], np.asarray(table, np.float64)[1:]]) for table in times)
     limits = Limits(
@@ -104,10 +118,10 @@ def solve_tables(
 
 
 def _with_remainder(grid: Grid, limits: Limits, batch: int, current_W: np.ndarray, tolerance: float) -> Allocation:
-    """Try takers of the remainder, each faster than the one before, until none is left.
+    """Try workers as takers of the remainder, each faster than the one before, until none is left.
 
-    When worker L takes it, those after L have nothing and L's counts are remainder + m quantum. Whether some L does
-    better than a time T is a prefix sum over all workers, so few of them are ever solved for.
+    When worker L takes it, those after L have no samples and L's counts are remainder + m quantum. Whether some L beats
+    a time T follows from a prefix sum over all workers, so few of them are solved for.
     """
     units, remainder = divmod(batch, limits.quantum)
     shifted = Levels.of(limits.stairs, remainder, limits.quantum)
@@ -129,19 +143,19 @@ def _with_remainder(grid: Grid, limits: Limits, batch: int, current_W: np.ndarra
     able_W &= before(grid.low_W) + taker.low_W <= units
 
     def surplus_of(time: float) -> np.ndarray:
-        """Units to spare at `time` if worker L takes the remainder; negative where that is impossible."""
-        whole_W = grid.reach(time, grid.guess(time)) if time < np.inf else grid.size_W - 1
-        apart_W = taker.reach(time, taker.guess(time)) if time < np.inf else taker.size_W - 1
-        late_W = (grid.low_W > grid.cap_W) | (grid.time(grid.level(np.minimum(grid.low_W, grid.cap_W))) > time)
-        on_time_W = taker.time(taker.level(np.minimum(taker.low_W, np.maximum(taker.cap_W, 0)))) <= time
-        possible_W = able_W & (taker.cap_W >= taker.low_W) & on_time_W & (before(late_W) == 0)
-        spare_W = before(grid.top(whole_W)) + taker.top(apart_W) - units
+        """Units to spare within `time` if worker L takes the remainder; negative where that is impossible."""
+        level_W = grid.reach(time, grid.guess(time)) if time < np.inf else grid.size_W - 1
+        taker_level_W = taker.reach(time, taker.guess(time)) if time < np.inf else taker.size_W - 1
+        over_W = (grid.low_W > grid.cap_W) | (grid.time(grid.level(np.minimum(grid.low_W, grid.cap_W))) > time)
+        within_W = taker.time(taker.level(np.minimum(taker.low_W, np.maximum(taker.cap_W, 0)))) <= time
+        possible_W = able_W & (taker.cap_W >= taker.low_W) & within_W & (before(over_W) == 0)
+        spare_W = before(grid.top(level_W)) + taker.top(taker_level_W) - units
         return np.where(possible_W, spare_W, -1)
 
     best: Allocation | None = None
     spare_W = surplus_of(np.inf)
     while np.max(spare_W) >= 0:
-        # First the last worker possible, then whoever has most to spare below the time reached so far.
+        # First the last possible worker, then the one with most to spare below the best time so far.
         last = int(np.flatnonzero(spare_W >= 0)[-1]) if best is None else int(np.argmax(spare_W))
         best = _taking(grid, taker, last).allocate(units, limits.quantum, remainder, last, current_W, tolerance)
         if best.time == 0:
@@ -149,25 +163,25 @@ def _with_remainder(grid: Grid, limits: Limits, batch: int, current_W: np.ndarra
         spare_W = surplus_of(float(np.nextafter(best.time, 0.0)))
     if best is None:
         raise _unreachable(batch, limits)
-    # The bound of one taker says nothing about another: drop the remainder, which makes every choice cheaper.
+    # The bound of one taker does not hold for another: drop the remainder, which makes every choice cheaper.
     free = replace(grid, low_W=limits.minimum_W // limits.quantum)
     bound = free.relax(units, free.floor(), tolerance)[0] if units else 0.0
     return replace(best, lower_bound=min(bound, best.time))
 
 
 def _taking(grid: Grid, taker: Grid, last: int) -> Grid:
-    """The grid when worker `last` takes the remainder and those after it have nothing."""
-    mine_W = np.arange(len(grid.low_W)) == last
+    """The grid when worker `last` takes the remainder and those after it have no samples."""
+    last_W = np.arange(len(grid.low_W)) == last
     after_W = np.arange(len(grid.low_W)) > last
     return replace(
         grid,
         value_L=np.concatenate([grid.value_L, taker.value_L]),
         top_L=np.concatenate([grid.top_L, taker.top_L]),
-        base_W=np.where(mine_W, len(grid.value_L) + taker.base_W, grid.base_W),
-        size_W=np.where(mine_W, taker.size_W, grid.size_W),
-        idle_W=np.where(mine_W, taker.idle_W, 0.0),
-        low_W=np.where(mine_W, taker.low_W, np.where(after_W, 0, grid.low_W)),
-        cap_W=np.where(mine_W, taker.cap_W, np.where(after_W, 0, grid.cap_W)),
+        base_W=np.where(last_W, len(grid.value_L) + taker.base_W, grid.base_W),
+        size_W=np.where(last_W, taker.size_W, grid.size_W),
+        idle_W=np.where(last_W, taker.idle_W, 0.0),
+        low_W=np.where(last_W, taker.low_W, np.where(after_W, 0, grid.low_W)),
+        cap_W=np.where(last_W, taker.cap_W, np.where(after_W, 0, grid.cap_W)),
     )
 
 
@@ -183,7 +197,7 @@ def _check_costs(startup_W: np.ndarray, per_work_W: np.ndarray, limits: Limits) 
             i = int(np.argmax(wrong_W))
             raise ValueError(
                 f"The {name} of worker {i} is {cost_W[i]}; expected a finite number of seconds, zero or more. "
-                "Leave workers without a valid timing out, or give them the cost of their peers."
+                "Leave out workers without a valid timing, or give them the cost of their peers."
             )
 
 

@@ -1,8 +1,6 @@
-"""What a count costs on a ladder of microbatch sizes, and the measured price of every rung.
+"""What a count costs on a ladder of microbatch sizes: the price of every rung, and the cheapest cover of every count.
 
-The price of a count: the cheapest set of chunks from a ladder of rungs that covers it.
-
-What the chunks of one kind of device cost: measured by one process, believed by all.
+A rung is a number of rows with a compiled program; a chunk is one call of it.
 """
 
 from __future__ import annotations
@@ -16,12 +14,12 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Staircase:
-    """For every count n the cheapest cover by rungs, found by a small dynamic program.
+    """For every count n the cheapest cover by rungs, found by dynamic programming.
 
-        price(n) = min over sets of rungs that cover n of  sum of their prices + (their number - 1) x joint
+        price(n) = min over multisets of rungs that cover n of  sum of their prices + (their number - 1) x joint
 
-    Prices are measured, not assumed proportional to the rows: small chunks are the fast ones for some models and the
-    slow ones for others. A cover of n + 1 samples also covers n, so the table never falls.
+    Prices are measured, not assumed proportional to the rows: per row, small chunks are faster for some models and
+    slower for others. A cover of n + 1 samples also covers n, so the table never decreases.
     """
 
     rungs: tuple[int, ...]  # rows, ascending
@@ -30,6 +28,17 @@ class Staircase:
 
     @classmethod
     def from_prices(cls, rungs: Sequence[int], prices: Sequence[float], capacity: int, joint: float = 0.0) -> Staircase:
+        """Build the table for counts up to `capacity`.
+
+        Args:
+            rungs: Rows of each rung, in any order.
+            prices: The price of one chunk of each.
+            capacity: The largest count.
+            joint: The price of adding one chunk's sums to another's.
+
+        Raises:
+            ValueError: If rungs repeat or are below 1, or if a price is not positive.
+        """
         order = np.argsort(np.asarray(rungs), kind="stable")
         rows_L = np.asarray(rungs, np.int64)[order]
         price_L = np.asarray(prices, np.float64)[order] + joint
@@ -41,36 +50,37 @@ class Staircase:
         first_N = np.zeros(capacity + 1, np.int64)
         for n in range(1, capacity + 1):
             cover_L = price_L + price_N[np.maximum(n - rows_L, 0)]
-            best = len(cover_L) - 1 - int(np.argmin(cover_L[::-1]))  # the largest rung among equals: fewer chunks
+            best = len(cover_L) - 1 - int(np.argmin(cover_L[::-1]))  # the largest rung among equals: fewest chunks
             price_N[n], first_N[n] = cover_L[best], rows_L[best]
-        price_N[1:] -= joint  # one joint less than chunks
+        price_N[1:] -= joint  # k chunks have k - 1 joints
         return cls(tuple(int(r) for r in rows_L), price_N, first_N)
 
     @property
     def capacity(self) -> int:
+        """The largest count."""
         return len(self.price_N) - 1
 
     @property
     def work_N(self) -> np.ndarray:
-        """The price in units of one sample of a full batch, as `Limits.stairs` wants it."""
+        """The price in units of one sample at full batch, for `Limits.stairs`."""
         return self.price_N * (self.capacity / self.price_N[-1])
 
     def chunks(self, count: int) -> list[int]:
         """The rungs that cover `count` samples, largest first; only the last one may be padded."""
-        chunks, left = [], count
-        while left > 0:
-            rung = int(self.first_N[left])
+        chunks, remaining = [], count
+        while remaining > 0:
+            rung = int(self.first_N[remaining])
             chunks.append(rung)
-            left -= rung
+            remaining -= rung
         return sorted(chunks, reverse=True)
 
     def rows(self, count: int) -> int:
-        """Rows really computed for `count` samples, padding included."""
+        """Rows computed for `count` samples, padding included."""
         return sum(self.chunks(count))
 
 
 def check_rungs(rungs: Sequence[int] | None) -> None:
-    """Check the rungs that a user asks for.
+    """Check rungs given by a user; None is valid.
 
     Raises:
         ValueError: If they are not whole numbers of at least 1.
@@ -81,15 +91,15 @@ def check_rungs(rungs: Sequence[int] | None) -> None:
     if not isinstance(rungs, Sequence | np.ndarray) or not all(map(whole, rungs)):
         raise ValueError(
             f"rungs is {rungs!r}: expected the rows of the chunks to compile, whole numbers of at least 1 such as "
-            "[16, 64, 256], or None to have them chosen."
+            "[16, 64, 256], or None to choose them automatically."
         )
 
 
 def geometric_rungs(top: int, quantum: int = 1, ratio: float = 1.1, span: int = 64) -> list[int]:
-    """Rungs from `top` down to top / span, each about `ratio` below the next, multiples of the quantum.
+    """Rungs from `top` down to top / span, a factor of about `ratio` apart, in multiples of the quantum.
 
-    At a ratio of 1.1 a count between two rungs wastes at most a tenth of its rows, half of that on average. Larger
-    rungs are rounded up to multiples of 2, 4 or 8, which suit vector units.
+    At a ratio of 1.1 the padding of a count between two rungs is at most 10% of its rows, 5% on average. Larger rungs
+    are rounded up to multiples of 2, 4 or 8, which suit vector units.
     """
     rungs, size = {-(-top // quantum) * quantum}, float(top)
     while (size := size / ratio) >= max(top / span, 1):
@@ -100,47 +110,58 @@ def geometric_rungs(top: int, quantum: int = 1, ratio: float = 1.1, span: int = 
 
 @dataclass(frozen=True)
 class PriceList:
-    """Prices by rung, in seconds of one chunk alone on an idle device (or in rows, where speeds are simulated)."""
+    """Prices by rung: seconds of one chunk alone on an idle device (rows, where speeds are simulated)."""
 
     prices: Mapping[int, float]
-    joint: float  # of adding one chunk's sums to another's
-    unit: float  # of one sample at full batch, when the ladder was first built
+    joint: float  # price of adding one chunk's sums to another's
+    unit: float  # price of one sample at full batch, when the ladder was first built
 
     def staircase(self, limit: int, capacity: int) -> Staircase:
-        """Prices of all counts up to `capacity` for a worker whose chunks may have at most `limit` rows."""
+        """Prices of all counts up to `capacity` for a worker whose chunks have at most `limit` rows."""
         fits = [rung for rung in self.prices if rung <= limit] or [min(self.prices)]
         return Staircase.from_prices(fits, [self.prices[rung] for rung in fits], capacity, self.joint)
 
     def adding(self, rung: int, price: float) -> PriceList:
+        """The list with one more rung."""
         return replace(self, prices={**self.prices, rung: price})
 
     def guess(self, rung: int) -> float:
-        """The price of a rung not measured: on the line between its neighbors, or below all of them on the line of
-        the two smallest, but not cheaper by the row than the smallest."""
-        have = sorted(self.prices)
-        price = [self.prices[r] for r in have]
-        if rung >= have[0] or len(have) == 1:
-            return float(np.interp(rung, have, price)) if rung >= have[0] else price[0]
-        slope = (price[1] - price[0]) / (have[1] - have[0])
-        return max(price[0] - slope * (have[0] - rung), price[0] * rung / have[0])
+        """Estimate the price of a rung that was not measured.
+
+        Linear interpolation between its neighbors. Below all rungs, extrapolation from the two smallest, but no cheaper
+        per row than the smallest.
+        """
+        rungs = sorted(self.prices)
+        price = [self.prices[r] for r in rungs]
+        if rung >= rungs[0] or len(rungs) == 1:
+            return float(np.interp(rung, rungs, price)) if rung >= rungs[0] else price[0]
+        slope = (price[1] - price[0]) / (rungs[1] - rungs[0])
+        return max(price[0] - slope * (rungs[0] - rung), price[0] * rung / rungs[0])
 
     def plain(self) -> dict[str, Any]:
-        """As JSON values; floats survive the way there and back to the bit."""
+        """As plain JSON values, to send to other processes; floats survive to the bit."""
         prices = {str(rung): price for rung, price in self.prices.items()}
         return {"prices": prices, "joint": self.joint, "unit": self.unit}
 
     @classmethod
-    def from_plain(cls, said: Mapping[str, Any]) -> PriceList:
-        return cls({int(rung): price for rung, price in said["prices"].items()}, said["joint"], said["unit"])
+    def from_plain(cls, values: Mapping[str, Any]) -> PriceList:
+        """The list that `plain` returned."""
+        return cls({int(rung): price for rung, price in values["prices"].items()}, values["joint"], values["unit"])
 
 
-def common_rungs(have: list[dict[str, list[int]]]) -> dict[str, tuple[int, list[int]]]:
-    """Per kind of device, from the rungs that every process has of its own kinds: who sets the prices, and of what.
+def common_rungs(rungs_by_kind_P: list[dict[str, list[int]]]) -> dict[str, tuple[int, list[int]]]:
+    """Per kind of device, the process that measures its prices and the rungs that all processes with that kind have.
 
-    That is the first process with the kind; a rung that one of them had to leave out is nobody's.
+    The first process with a kind measures it for all.
+
+    Args:
+        rungs_by_kind_P: For every process, the rungs of each of its kinds of device.
+
+    Raises:
+        ValueError: If two processes have a kind of device but no rung in common.
     """
     found: dict[str, tuple[int, list[int]]] = {}
-    for process, kinds in enumerate(have):
+    for process, kinds in enumerate(rungs_by_kind_P):
         for kind, rungs in kinds.items():
             owner, known = found.get(kind, (process, rungs))
             both = sorted(set(known) & set(rungs))

@@ -1,4 +1,4 @@
-"""What a plan has to respect: capacities, minimums, the quantum, and the price staircase of each kind of worker."""
+"""Constraints of a plan: capacities, minimums, the quantum, and the work of every count per kind of worker."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from hetjax.arguments import whole
 
 @dataclass(frozen=True)
 class Levels:
-    """The distinct prices of staircases on a grid of counts, all tables laid end to end.
+    """The distinct values of staircases on a grid of counts, all tables concatenated.
 
-    Table k occupies `size_K[k]` entries from `base_K[k]` on. Its entry 0 stands for no grid unit at all; entry j >= 1
-    is a level of work `value_L`, which pays for up to `top_L` grid units.
+    Table k occupies `size_K[k]` entries from `base_K[k]` on. Its entry 0 stands for no grid unit; entry j >= 1 is a
+    level of work `value_L`, which covers up to `top_L` grid units.
     """
 
     value_L: np.ndarray
@@ -25,7 +25,7 @@ class Levels:
 
     @classmethod
     def of(cls, stairs: tuple[np.ndarray, ...], offset: int, quantum: int) -> Levels:
-        """Levels of the counts offset, offset + quantum, offset + 2 quantum, ..., unit m being the m-th of them."""
+        """Levels of the counts offset + m quantum, m = 0, 1, 2, ... grid units."""
         values, tops, sizes = [], [], []
         for stair in stairs:
             work_U = np.asarray(stair, np.float64)[offset::quantum]
@@ -40,13 +40,18 @@ class Levels:
 
 @dataclass(frozen=True)
 class Limits:
-    """The frame of one step's plan.
+    """The constraints of one step's plan: minimum_i <= n_i <= capacity_i, in multiples of the quantum.
 
-    `stairs[kind_W[i]][n]` is the work of n samples on worker i, in units of one sample at full batch: a non-decreasing
-    table from n = 0 (work 0) to the kind's largest capacity, shared by all workers of a kind. A worker's time is
-    modeled as `startup_i + scale_i * stairs[kind_W[i]][n]`; a worker with no samples takes no time.
+    The last worker with samples takes the remainder of the batch. A worker's time is modeled as `startup_i +
+    per_work_i * stairs[kind_W[i]][n]`; a worker without samples takes no time.
 
-    Counts are multiples of `quantum`, except that the last worker with samples takes the remainder of the batch.
+    Attributes:
+        capacity_W: The most samples of each worker in one step.
+        minimum_W: The fewest samples of each worker in one step.
+        quantum: Counts are multiples of it.
+        kind_W: Index into `stairs` for each worker.
+        stairs: Per kind of worker, the work of n samples in units of one sample at full batch: a non-decreasing table
+            from n = 0 (work 0) to the largest capacity of the kind.
     """
 
     capacity_W: np.ndarray
@@ -58,7 +63,7 @@ class Limits:
     def __post_init__(self) -> None:
         workers, kinds = len(self.capacity_W), len(self.stairs)
         if workers == 0:
-            raise ValueError("Limits got no worker at all; give one capacity, minimum and kind per worker.")
+            raise ValueError("Limits got no workers; give one capacity, minimum and kind per worker.")
         if len(self.minimum_W) != workers or len(self.kind_W) != workers:
             raise ValueError(
                 f"Limits got {workers} capacities, {len(self.minimum_W)} minimums and {len(self.kind_W)} kinds; "
@@ -85,7 +90,7 @@ class Limits:
                 f"{length_K[self.kind_W[i]] - 1} samples; extend the staircase or lower the capacity."
             )
         for kind, stair in enumerate(self.stairs):
-            # A NaN fails every comparison, so this refuses it too.
+            # A NaN fails every comparison, so it is rejected, too.
             if not (stair[0] == 0 and np.all(stair[1:] >= stair[:-1]) and np.isfinite(stair[-1])):
                 raise ValueError(
                     f"The staircase of kind {kind} is not a table of work; "
@@ -94,31 +99,41 @@ class Limits:
 
     @property
     def workers(self) -> int:
+        """Number of workers."""
         return len(self.capacity_W)
 
     @cached_property
     def levels(self) -> Levels:
-        """The levels of the staircases at multiples of the quantum."""
+        """Levels of the staircases at multiples of the quantum."""
         return Levels.of(self.stairs, 0, self.quantum)
 
     @cached_property
     def least_W(self) -> np.ndarray:
-        """The least work per sample that a worker can reach: min over n of stairs[n] / n."""
+        """The least work per sample of each worker: min over n of stairs[n] / n."""
         least_K = [
             float(np.min(stair[1:] / np.arange(1, len(stair)))) if len(stair) > 1 else 0.0 for stair in self.stairs
         ]
         return np.array(least_K)[self.kind_W]
 
-    def check_counts(self, counts_W: np.ndarray, batch: int, who: str) -> None:
-        """Refuse counts that are no split of this batch, in words that name whoever made them."""
+    def check_counts(self, counts_W: np.ndarray, batch: int, source: str) -> None:
+        """Check that counts are whole, within the capacities, and sum to the batch.
+
+        Args:
+            counts_W: The counts.
+            batch: Their expected sum.
+            source: What returned them, for the error: "The controller 'dbs'".
+
+        Raises:
+            ValueError: If they are not.
+        """
         counts_W = np.asarray(counts_W)
         if counts_W.shape != (self.workers,) or not np.issubdtype(counts_W.dtype, np.integer):
             raise ValueError(
-                f"{who} returned counts {counts_W.tolist()}: expected {self.workers} whole numbers, one per worker."
+                f"{source} returned counts {counts_W.tolist()}: expected {self.workers} whole numbers, one per worker."
             )
         if counts_W.sum() != batch or (counts_W < 0).any() or (counts_W > self.capacity_W).any():
             raise ValueError(
-                f"{who} returned counts {counts_W.tolist()}: expected numbers from 0 to the capacities "
+                f"{source} returned counts {counts_W.tolist()}: expected numbers from 0 to the capacities "
                 f"{self.capacity_W.tolist()} that sum to the batch, {batch}."
             )
 
@@ -128,13 +143,13 @@ class Limits:
             return self.stairs[0][counts_W]
         work_W = np.empty(self.workers, np.float64)
         for kind, stair in enumerate(self.stairs):
-            mine = self.kind_W == kind
-            work_W[mine] = stair[counts_W[mine]]
+            of_kind_W = self.kind_W == kind
+            work_W[of_kind_W] = stair[counts_W[of_kind_W]]
         return work_W
 
     @classmethod
     def plain(cls, workers: int, capacity: int, *, minimum: int = 0, quantum: int = 1) -> Limits:
-        """Limits where work is simply the number of samples, the same for all workers."""
+        """The same limits for all workers, with the number of samples as the work."""
         return cls(
             capacity_W=np.full(workers, capacity, np.int64),
             minimum_W=np.full(workers, minimum, np.int64),

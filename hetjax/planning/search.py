@@ -1,7 +1,7 @@
-"""The search of the exact allocation: the times that counts can end at, as a table of levels for every worker.
+"""The search for the exact allocation, over the times at which counts can end: a table of levels per worker.
 
-The continuous relaxation brackets the smallest time that all units can be done in; selecting among the few values left
-makes it exact; surplus units are taken away where they save most.
+The continuous relaxation brackets the smallest time in which all units can be computed; a selection among the few values
+left makes it exact; surplus units are removed where they save most.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from hetjax.planning.limits import Limits
 
 @dataclass(frozen=True)
 class Allocation:
-    """Counts that sum to the batch, the largest worker time they give, and a proof of how good that is."""
+    """Counts that sum to the batch, the largest worker time they give, and a lower bound on it."""
 
     counts_W: np.ndarray  # int64
-    time: float  # max_i t_i(counts_i), the smallest possible
-    lower_bound: float  # of the relaxation to real-valued counts: no allocation is faster than this
+    time: float  # max_i t_i(counts_i), the minimum
+    lower_bound: float  # from the relaxation to real-valued counts: no allocation is faster
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,13 @@ class Grid:
     top_L: np.ndarray
     base_W: np.ndarray
     size_W: np.ndarray
-    idle_W: np.ndarray  # time at no unit: 0, or that of the remainder for the worker that takes it
+    idle_W: np.ndarray  # time without a unit: 0, or that of the remainder for the worker that takes it
     low_W: np.ndarray
     cap_W: np.ndarray
 
     @classmethod
     def of(cls, startup_W: np.ndarray, per_work_W: np.ndarray, limits: Limits) -> Grid:
+        """The grid of a problem whose batch is a multiple of the quantum."""
         levels = limits.levels
         return cls(
             startup_W=startup_W,
@@ -52,19 +53,20 @@ class Grid:
         )
 
     def time(self, level_W: np.ndarray) -> np.ndarray:
+        """Time of each worker at its level."""
         return np.where(level_W > 0, self.busy(level_W), self.idle_W)
 
     def busy(self, level_A: np.ndarray, workers_A: np.ndarray | slice = slice(None)) -> np.ndarray:
-        """`time` for levels above 0, of some workers or all."""
+        """`time` for levels above 0, of some workers (default: all)."""
         value_A = self.value_L[self.base_W[workers_A] + level_A]
         return self.startup_W[workers_A] + self.per_work_W[workers_A] * value_A
 
     def top(self, level_W: np.ndarray) -> np.ndarray:
-        """Units that a level pays for, within the limits."""
+        """The most units at a level, within the limits."""
         return np.maximum(np.minimum(self.top_L[self.base_W + level_W], self.cap_W), self.low_W)
 
     def level(self, units_W: np.ndarray) -> np.ndarray:
-        """The level that pays for these units."""
+        """The lowest level that covers these units."""
         low_W, high_W = np.zeros_like(units_W), self.size_W - 1
         while np.any(low_W < high_W):
             mid_W = (low_W + high_W) >> 1
@@ -73,12 +75,12 @@ class Grid:
         return low_W
 
     def floor(self) -> float:
-        """The time that the minimums alone take."""
+        """The time of the minimums alone."""
         return float(np.max(self.time(self.level(self.low_W)) if np.any(self.low_W) else self.idle_W))
 
     def reach(self, time: float, guess_W: np.ndarray) -> np.ndarray:
-        """The highest level with t_i <= time, by galloping from a guess and then halving. Level 0 is always reached."""
-        low_W, high_W = guess_W.copy(), guess_W + 1  # high: the first level known, or claimed, to be out of reach
+        """The highest level with t_i <= time, by galloping from a guess, then bisection. Level 0 is always reached."""
+        low_W, high_W = guess_W.copy(), guess_W + 1  # high: the first level known, or assumed, to be out of reach
         last_W = self.size_W - 1
         open_A = np.flatnonzero((low_W > 0) & (self.busy(low_W) > time))  # A: workers whose bracket is still wrong
         stride = 1
@@ -107,14 +109,14 @@ class Grid:
         return low_W
 
     def guess(self, time: float) -> np.ndarray:
-        """The level reached if levels were evenly spaced."""
+        """The level reached at `time` if levels were evenly spaced."""
         last_W = self.size_W - 1
         span_W = self.per_work_W * self.value_L[self.base_W + last_W]
         share_W = np.clip((time - self.startup_W) / np.where(span_W > 0, span_W, 1.0), 0.0, 1.0)
         return (share_W * last_W).astype(np.int64)
 
     def relaxed(self, time: float, level_W: np.ndarray) -> tuple[float, float]:
-        """Real-valued units within reach of `time`, unit costs interpolated linearly; and their rate per second."""
+        """Real-valued units reached at `time`, with linear interpolation between levels; and their rate per second."""
         here_W, next_W = self.time(level_W), np.minimum(level_W + 1, self.size_W - 1)
         here_W = np.where(level_W > 0, here_W, np.maximum(self.startup_W, self.idle_W))
         step_W = self.time(next_W) - here_W
@@ -127,7 +129,7 @@ class Grid:
         return float(units_W.sum()), float((np.where(active_W, width_W, 0) / step_W).sum())
 
     def relax(self, units: int, floor: float, tolerance: float) -> tuple[float, np.ndarray]:
-        """A time, no less than `floor`, at which even real-valued counts just reach no more than `units`."""
+        """The largest time found, at least `floor`, at which real-valued counts reach no more than `units`."""
         last_W = self.size_W - 1
         top_W = self.top_L[self.base_W + last_W]
         span_W = self.per_work_W * self.value_L[self.base_W + last_W]
@@ -150,10 +152,10 @@ class Grid:
             else:
                 above = time
             newton = time + (units - reached) / rate if rate > 0 else np.inf
-            if reached > units:  # aim a little low, so that the bound closes from below
+            if reached > units:  # aim slightly low, so that the bound closes from below
                 newton -= 1e-9 * time
             if above < np.inf and (turn % 3 == 2 or not below < newton < above):
-                newton = 0.5 * (below + above)  # a staircase may hold Newton up: halve every third time
+                newton = 0.5 * (below + above)  # a staircase may stall Newton: bisect every third time
             elif not below < newton < above:
                 newton = 2.0 * max(time, float(self.startup_W.max()), 1e-9)
             if not below < newton < above or above - below <= tolerance * below:
@@ -178,7 +180,7 @@ class Grid:
             low, level_W, have = high, high_W, reached
 
     def _among(self, units: int, low: float, level_W: np.ndarray, high: float, high_W: np.ndarray) -> np.ndarray:
-        """`select` when low is not enough, high is, and T is one of the times of the levels in between."""
+        """`select` when `low` is too short, `high` is not, and T is one of the times of the levels in between."""
         turn = 0
         while True:
             have_W = self.top(level_W)
@@ -216,7 +218,7 @@ class Grid:
     def trim(
         self, units_W: np.ndarray, level_W: np.ndarray, surplus: int, current_W: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Take `surplus` units away, most time saved per unit first; units that share a level are taken together."""
+        """Remove `surplus` units, most time saved per unit first; units that share a level go together."""
         units_W, level_W = units_W.copy(), level_W.copy()
         while surplus > 0:
             under_W = np.maximum(level_W - 1, 0)
@@ -234,7 +236,7 @@ class Grid:
             surplus -= int(size_W[taken_B].sum())
             units_W[taken_B] = lower_W[taken_B]
             level_W[taken_B] -= 1
-        # What is left is less than any level: nothing more to save. Towards the current counts first.
+        # What is left is less than any level, so it saves no time. Toward the current counts first.
         for keep_W in (np.maximum(current_W, self.low_W), self.low_W):
             room_W = np.maximum(units_W - keep_W, 0)[::-1]
             taken_W = np.clip(surplus - before(room_W), 0, room_W)[::-1]
@@ -245,7 +247,7 @@ class Grid:
     def allocate(
         self, units: int, quantum: int, remainder: int, taker: int, current_W: np.ndarray, tolerance: float
     ) -> Allocation:
-        """Optimal counts for `units` units, worker `taker` having the remainder on top; feasibility is known."""
+        """Optimal counts for `units` units, plus the remainder on worker `taker`; the problem must be feasible."""
         bound, level_W = self.relax(units, self.floor(), tolerance)
         level_W = self.select(units, bound, level_W)
         units_W = self.top(level_W)
@@ -261,5 +263,5 @@ class Grid:
 
 
 def before(x_W: np.ndarray) -> np.ndarray:
-    """Sum over the workers before each."""
+    """Exclusive prefix sum."""
     return np.cumsum(x_W) - x_W

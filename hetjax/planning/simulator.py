@@ -1,7 +1,7 @@
-"""Virtual time: run a controller against workers whose true cost follows a trace. No sleeping, no devices.
+"""A controller in virtual time, against workers whose true costs follow a trace. No devices, no sleeping.
 
-In step k worker i needs (startup_k,i + per_work_k,i x_i) eps_k,i for work x_i > 0, with eps log-normal noise of mean 1
-times the spikes of the trace; the step lasts as long as its slowest worker. The controller sees these times only.
+In step k worker i takes (startup_k,i + per_work_k,i x_i) eps_k,i for work x_i > 0, with eps log-normal noise of mean 1
+times the spikes of the trace; the step takes as long as its slowest worker. The controller sees only these times.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hetjax.planning.limits import Limits
 
 @dataclass(frozen=True)
 class Trace:
-    """The true mean costs of every step, and the noise on top of them."""
+    """The true mean costs of every step, and the noise on them."""
 
     name: str
     batch: int
@@ -26,23 +26,26 @@ class Trace:
     steps: int
     noise: float  # sd of ln eps
     limits: Limits
-    spike_TxW: np.ndarray | None = None  # factors nobody can foresee
+    spike_TxW: np.ndarray | None = None  # unpredictable factors
     epoch_steps: int = 20
 
     @property
     def workers(self) -> int:
+        """Number of workers."""
         return self.limits.workers
 
     def costs(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """(startup_W, per_work_W) of a step."""
         row = min(step, len(self.startup_TxW) - 1)
         return self.startup_TxW[row], self.per_work_TxW[row]
 
     def mean_times(self, step: int, counts_W: np.ndarray) -> np.ndarray:
+        """Noise-free time of each worker."""
         startup_W, per_work_W = self.costs(step)
         return np.where(counts_W > 0, startup_W + per_work_W * self.limits.work(counts_W), 0.0)
 
     def draw(self, seed: int) -> np.ndarray:
-        """eps of every step and worker: the same for all controllers."""
+        """eps of every step and worker, the same for all controllers."""
         normal_TxW = np.random.default_rng(seed).standard_normal((self.steps, self.workers))
         eps_TxW = np.exp(self.noise * normal_TxW - 0.5 * self.noise * self.noise)
         return eps_TxW if self.spike_TxW is None else eps_TxW * self.spike_TxW
@@ -50,7 +53,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """What happened: the time of every step, without its noise too, and when the plan changed."""
+    """Per step: its time, its noise-free time, whether the plan changed, and the counts."""
 
     times_T: np.ndarray
     mean_times_T: np.ndarray
@@ -59,11 +62,11 @@ class SimulatedRun:
 
 
 def simulate(controller: Controller, trace: Trace, eps_TxW: np.ndarray, delay: int) -> SimulatedRun:
-    """Run the trace. `delay` = steps between a timing and the first plan that can use it; the trainer's is 1."""
+    """Run a controller on a trace. A timing reaches the plans `delay` steps later; the trainer's delay is 1."""
     steps, limits = trace.steps, trace.limits
     times_T, mean_times_T, changed_T = np.zeros(steps), np.zeros(steps), np.zeros(steps, bool)
     counts_TxW = np.zeros((steps, trace.workers), np.int64)
-    waiting: list[Observation] = []
+    pending: list[Observation] = []
     for step in range(steps):
         epoch = step // trace.epoch_steps
         counts_W = controller.plan(trace.batch, limits, epoch).counts_W
@@ -72,20 +75,20 @@ def simulate(controller: Controller, trace: Trace, eps_TxW: np.ndarray, delay: i
         times_T[step], mean_times_T[step] = times_W.max(), mean_W.max()
         counts_TxW[step] = counts_W
         changed_T[step] = step > 0 and bool(np.any(counts_W != counts_TxW[step - 1]))
-        waiting.append(Observation(counts_W, limits.work(counts_W), times_W, epoch, step))
-        if len(waiting) > delay:
-            controller.observe(waiting.pop(0))
+        pending.append(Observation(counts_W, limits.work(counts_W), times_W, epoch, step))
+        if len(pending) > delay:
+            controller.observe(pending.pop(0))
     return SimulatedRun(times_T, mean_times_T, changed_T, counts_TxW)
 
 
-def best_times(trace: Trace, late: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """The oracle's counts for every step, `late` steps behind the truth, and the mean time they take."""
+def best_times(trace: Trace, staleness: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """The oracle's counts for every step, from costs `staleness` steps old, and their noise-free time."""
     counts_TxW = np.zeros((trace.steps, trace.workers), np.int64)
     time_T = np.zeros(trace.steps)
     known: tuple[np.ndarray, np.ndarray] | None = None
     counts_W: np.ndarray | None = None
     for step in range(trace.steps):
-        costs = trace.costs(max(step - late, 0))
+        costs = trace.costs(max(step - staleness, 0))
         if known is None or any(not np.array_equal(a, b) for a, b in zip(known, costs, strict=True)):
             known, counts_W = costs, solve(*costs, trace.limits, trace.batch, counts_W).counts_W
         assert counts_W is not None

@@ -33,7 +33,7 @@ def test_the_oracle_sees_the_change_at_once_or_one_step_late():
     assert counts_TxW[3].tolist() == [8, 8]
     assert counts_TxW[4].tolist() == [12, 4]
     assert time_T[4] == 12.0
-    assert best_times(trace, late=1)[1][4:6].tolist() == [24.0, 12.0]
+    assert best_times(trace, staleness=1)[1][4:6].tolist() == [24.0, 12.0]
     run = simulate(make("oracle", costs=trace.costs), trace, trace.draw(0), 1)
     assert run.counts_TxW.tolist() == counts_TxW.tolist()
 

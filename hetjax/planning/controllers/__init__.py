@@ -1,4 +1,4 @@
-"""The controllers, and `make` to pick one by name."""
+"""The controllers by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,15 @@ REGISTRY: dict[str, type] = {
 
 
 def make(name: str, **options: Any) -> Controller:
-    """The controller of this name, with its own options; those of `fixed` may stand behind a colon: 'fixed:4,2,1,1'."""
+    """Create a controller by name.
+
+    Args:
+        name: A key of `REGISTRY`. The shares of `fixed` may follow a colon: 'fixed:4,2,1,1'.
+        **options: Arguments of its constructor.
+
+    Raises:
+        ValueError: If there is no controller of this name, or if `fixed` has no shares.
+    """
     kind, colon, shares = name.partition(":")
     if kind not in REGISTRY or (colon and kind != Fixed.name):
         raise ValueError(f"There is no controller {name!r}; choose one of {', '.join(sorted(REGISTRY))}.")
@@ -27,7 +35,7 @@ def make(name: str, **options: Any) -> Controller:
 
 
 def resolve(controller: str | Controller) -> Controller:
-    """The controller of this name, or the controller itself.
+    """Return the controller itself, or create the one of this name.
 
     Raises:
         TypeError: If it is neither a name nor an object of the `Controller` protocol.
