@@ -8,8 +8,8 @@ settles in 2 changes, makes no false ones at 5% noise, and recovers within 5 ste
 controller_traces.py.
 
 - Regret: total time / the oracle's - 1, on the same noise. The oracle knows the mean costs of the current step, but
-  neither the noise nor single spikes; `oracle+1` knows those of the step before. The first 1 + delay steps are excluded,
-  as no timing has reached a plan: their time over the oracle's is `uninformed`. `regret_from_second_step` excludes only
+  neither the noise nor single spikes; `oracle+1` knows those of the step before. The first 1 + delay steps, which no
+  timing can reach, are excluded; their time over the oracle's is `uninformed`. `regret_from_second_step` excludes only
   the very first step.
 - Settled: the plan's noise-free time is within 5% of the oracle's and stays there.
 - False changes: changes of the plan in the 1,000 steps after the first 200, at constant speeds.
@@ -270,12 +270,8 @@ def show(results: dict[str, Any], console: Console) -> None:
     for column in COLUMNS:
         worst_step = max(results["worst_step"][name][column] for name in results["worst_step"])
         numbers = [results[key][column] for key in ("changes_to_settle", "false_changes", "recovery_steps")]
-        table.add_row(
-            column,
-            *map(count_text, numbers),
-            f"{worst_step:.1f}x",
-            style="bold green" if column == "balanced" else None,
-        )
+        style = "bold green" if column == "balanced" else None
+        table.add_row(column, *map(count_text, numbers), f"{worst_step:.1f}x", style=style)
     console.print(table)
     for noise, by in results["recovery_steps_90th_percentile"].items():
         steps = ", ".join(f"{delay} {count_text(steps)}" for delay, steps in by.items())

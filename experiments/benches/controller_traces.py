@@ -1,8 +1,8 @@
 """The traces of the controller bench, reproducible from a seed.
 
-Rates are in thousands of samples per second. A worker's mean time for n samples is startup + n / rate, the startup being
-`share` of the ideal step time batch / sum(rates). Noise is log-normal with mean 1 for every worker and step; `noise` is
-the sd of ln t. Defaults: N = 4, B = 512, share = 0.05, noise = 0.05, epochs of 20 steps.
+Rates are in thousands of samples per second. A worker's mean time for n samples is startup + n / rate, the startup
+being `share` of the ideal step time batch / sum(rates). Noise is log-normal with mean 1 for every worker and step; `noise`
+is the sd of ln t. Defaults: N = 4, B = 512, share = 0.05, noise = 0.05, epochs of 20 steps.
 
 | trace | kind | content |
 |---|---|---|
@@ -14,7 +14,7 @@ the sd of ln t. Defaults: N = 4, B = 512, share = 0.05, noise = 0.05, epochs of 
 | fleet1024 | quiet | N = 1,024, B = 32,768; 50% at 1, 30% at 0.75, 20% at 0.5, each +- 8%; shuffled |
 | step | disturbed | rates 3 2 1.5 1; worker 0 becomes 2x slower at 1/4, worker 2 at 1/2; both recover at 3/4 |
 | drift | disturbed | rates 3 2 1.5 1; cost of worker 0 times 1 .. 2, of worker 3 times 1 .. 0.6 in 1,200 steps |
-| dbs | disturbed | equal rates, epochs of 30 s; with probability 0.1 each a worker loses 5-10 s per epoch for 4-20 epochs |
+| dbs | disturbed | equal rates, epochs of 30 s; with probability 0.1 a worker loses 5-10 s per epoch for 4-20 epochs |
 | bursts | disturbed | rates 3 2 1.5 1; with probability 1/250 per step a worker is 1.5-3x slower for 10-60 steps |
 | spikes | disturbed | rates 3 2 1.5 1; with probability 1/200 a single step of a worker takes 3-10x as long |
 | recovery | disturbed | rates 3 2 1.5 1; worker 1 becomes 2x slower at 1/2; to count the steps to recover |

@@ -41,7 +41,7 @@ def solve(
         limits: Capacities, minimums, the quantum and the work of a count.
         batch: The sum of the counts.
         current_W: Counts to stay close to among equals (default: zeros).
-        bound_tolerance: Relative accuracy of `Allocation.lower_bound`; a larger one saves time and changes nothing else.
+        bound_tolerance: Relative accuracy of `Allocation.lower_bound`; a larger value saves time, nothing else changes.
 
     Returns:
         The counts, the largest worker time they give, and a lower bound on it.

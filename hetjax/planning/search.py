@@ -1,7 +1,7 @@
 """The search for the exact allocation, over the times at which counts can end: a table of levels per worker.
 
-The continuous relaxation brackets the smallest time in which all units can be computed; a selection among the few values
-left makes it exact; surplus units are removed where they save most.
+The continuous relaxation brackets the smallest time in which all units can be computed; a selection among the few
+values left makes it exact; surplus units are removed where they save most.
 """
 
 from __future__ import annotations
