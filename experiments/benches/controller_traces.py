@@ -1,8 +1,8 @@
 """The traces of the controller bench, reproducible from a seed.
 
 Rates are in thousands of samples per second. A worker's mean time for n samples is startup + n / rate, the startup
-being `share` of the ideal step time batch / sum(rates). Noise is log-normal with mean 1 for every worker and step; `noise`
-is the sd of ln t. Defaults: N = 4, B = 512, share = 0.05, noise = 0.05, epochs of 20 steps.
+being `share` of the ideal step time batch / sum(rates). Noise is log-normal with mean 1 for every worker and step;
+`noise` is the sd of ln t. Defaults: N = 4, B = 512, share = 0.05, noise = 0.05, epochs of 20 steps.
 
 | trace | kind | content |
 |---|---|---|

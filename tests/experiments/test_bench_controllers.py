@@ -1,4 +1,4 @@
-"""The controller bench: its definitions on made-up runs, and one short trace from end to end."""
+"""The controller bench: its scores on hand-made runs, and one short trace from end to end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benches import controller_traces
 from hetjax.planning.simulator import SimulatedRun
 
 
-def made_up(times, changes=()):
+def hand_made(times, changes=()):
     times_T = np.array(times, float)
     changed_T = np.isin(np.arange(len(times_T)), changes)
     return SimulatedRun(times_T, times_T, changed_T, np.zeros((len(times_T), 1), np.int64))
@@ -24,18 +24,18 @@ def made_up(times, changes=()):
 
 def test_regret_and_settling_by_hand():
     best_T = np.ones(10)
-    score = bench_controllers.judge(made_up([9, 3, 1.2, 1.2, 1.2, 1, 1, 1, 1, 1], [2, 5, 8]), best_T, best_T, delay=1)
+    score = bench_controllers.judge(hand_made([9, 3, 1.2, 1.2, 1.2, 1, 1, 1, 1, 1], [2, 5, 8]), best_T, best_T, delay=1)
     assert score.regret == pytest.approx(0.6 / 8)
     assert score.from_second_step == pytest.approx(2.6 / 9)
     assert score.uninformed == pytest.approx(6.0)
     assert score.worst_step == pytest.approx(1.2)
-    assert score.settle == 2  # within 5% for good from step 5 on, by its second change
-    never = bench_controllers.judge(made_up([1, 1, 1, 2]), np.ones(4), np.ones(4), delay=0)
+    assert score.settle == 2  # within 5% from step 5 on, after its second change
+    never = bench_controllers.judge(hand_made([1, 1, 1, 2]), np.ones(4), np.ones(4), delay=0)
     assert never.settle == np.inf
 
 
 @pytest.mark.parametrize("name", [*controller_traces.QUIET, *controller_traces.DISTURBED])
-def test_traces_are_replayable_and_fresh_seeds_are_fresh(name):
+def test_traces_are_reproducible_and_differ_by_seed(name):
     build = (controller_traces.QUIET | controller_traces.DISTURBED)[name]
     one, again, other = build(60, 5), build(60, 5), build(60, 6)
     assert one.name == name

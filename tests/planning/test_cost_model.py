@@ -1,4 +1,4 @@
-"""The cost model learns startup and pace, ignores outliers, notices changes, and saves to the bit."""
+"""The cost model: learns startup and cost per work, ignores outliers, detects changes, and resumes exactly."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_usable_after_one_observation():
     assert np.all(per_work_W > 0)
 
 
-def test_a_worker_never_timed_counts_as_the_mean_of_the_others():
+def test_a_worker_without_a_timing_gets_the_mean_of_the_others():
     model = CostModel(3)
     model.observe(np.array([10.0, 10.0, 0.0]), np.array([1.0, 3.0, np.nan]), np.array([True, True, False]))
     startup_W, per_work_W = model.costs()
@@ -37,19 +37,19 @@ def test_a_worker_never_timed_counts_as_the_mean_of_the_others():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_learns_startup_and_pace_when_the_work_varies(seed):
+def test_learns_startup_and_cost_per_work_when_the_work_varies(seed):
     rng = np.random.default_rng(seed)
     startup_W, pace_W = np.array([0.0, 0.5, 2.0, 0.1]), np.array([0.01, 0.02, 0.01, 0.05])
     model = CostModel(4)
     feed(model, rng, startup_W, pace_W, rng.uniform(50, 200, (400, 4)))
-    np.testing.assert_allclose(model.costs()[1], pace_W, rtol=0.15)  # worker 2's startup is 4 sd from what is assumed
+    np.testing.assert_allclose(model.costs()[1], pace_W, rtol=0.15)  # worker 2's startup is 4 sd from its prior
     np.testing.assert_allclose(model.costs()[0], startup_W, atol=0.15)
     assert model.noise == pytest.approx(0.05, rel=0.25)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_constant_work_does_not_wind_up_the_split(seed):
-    """Forgetting along the scale only: the split stays about as uncertain as it was, the prediction gets sharp."""
+    """Forgetting acts along the scale: the split stays as uncertain as it was, the predicted time becomes sharp."""
     rng = np.random.default_rng(seed)
     model = CostModel(1)
     feed(model, rng, np.array([0.1]), np.array([0.01]), np.full((3000, 1), 100.0))
@@ -64,7 +64,7 @@ def test_a_single_spike_is_taken_back():
     feed(model, rng, np.zeros(2), np.full(2, 0.01), work)
     before_W = model.costs()[1] * 100 + model.costs()[0]
     model.observe(work[0], np.array([9.0, 1.0]), np.ones(2, bool))
-    assert model.costs()[1][0] * 100 > 5.0  # believed at once
+    assert model.costs()[1][0] * 100 > 5.0  # followed at once
     assert model.doubt_W.tolist() == [True, False]
     model.observe(work[0], np.array([1.0, 1.0]), np.ones(2, bool))
     np.testing.assert_allclose(model.costs()[1] * 100 + model.costs()[0], before_W, rtol=0.02)
@@ -79,7 +79,7 @@ def test_a_lasting_jump_stays():
 
 @pytest.mark.parametrize("length", [1, 3, 10, 40])
 @pytest.mark.parametrize("factor", [0.5, 1.6, 3.0])
-def test_a_disturbance_that_is_over_is_forgotten_however_long_it_was(factor, length):
+def test_a_disturbance_leaves_no_trace_whatever_its_length(factor, length):
     model, rng = CostModel(2), np.random.default_rng(0)
     feed(model, rng, np.zeros(2), np.full(2, 0.01), np.full((100, 2), 100.0))
     before_W, sd_W = model.costs()[1] * 100 + model.costs()[0], model.relative_sd(np.full(2, 100.0))
@@ -92,14 +92,14 @@ def test_a_disturbance_that_is_over_is_forgotten_however_long_it_was(factor, len
     assert not model.away_W.any()
 
 
-def test_who_leaves_twice_comes_back_to_where_he_left_first():
+def test_after_two_jumps_in_a_row_the_model_before_both_is_restored():
     model, rng = CostModel(2), np.random.default_rng(0)
     for pace, timings in ((0.01, 100), (0.02, 5), (0.05, 5), (0.01, 3)):
         feed(model, rng, np.zeros(2), np.array([pace, 0.01]), np.full((timings, 2), 100.0))
     np.testing.assert_allclose(model.costs()[1] * 100 + model.costs()[0], 1.0, rtol=0.02)
 
 
-def test_who_stays_away_is_at_home_there():
+def test_a_saved_model_is_dropped_after_a_long_disturbance():
     model, rng = CostModel(2), np.random.default_rng(0)
     feed(model, rng, np.zeros(2), np.full(2, 0.01), np.full((100, 2), 100.0))
     for timings, away in ((AWAY, [True, False]), (1, [False, False])):
@@ -112,11 +112,11 @@ def test_surprise_by_hand():
     """t = 1.21 where 1 was expected, noise 10%: (r - 1)^2 / r = 0.0441 / 1.21, over 0.01, or over 0.01 + 4 (0.05)^2."""
     sure, unsure = np.array([[0.0], [0.5], [0], [0], [0]]), np.array([[0.0], [0.5], [0], [0], [0.0025]])
     one, noise = np.ones(1), np.array([0.01])
-    asked = lambda model, t: float(_surprise(model, 2 * one, t * one, noise, one > 0)[0])
-    assert asked(sure, 1.21) == pytest.approx(0.0441 / 1.21 / 0.01)
-    assert asked(sure, 1 / 1.21) == pytest.approx(0.0441 / 1.21 / 0.01)  # as far below as above
-    assert asked(unsure, 1.21) == pytest.approx(0.0441 / 1.21 / 0.02)
-    assert asked(sure, 9.0) == 16.0
+    surprise = lambda model, t: float(_surprise(model, 2 * one, t * one, noise, one > 0)[0])
+    assert surprise(sure, 1.21) == pytest.approx(0.0441 / 1.21 / 0.01)
+    assert surprise(sure, 1 / 1.21) == pytest.approx(0.0441 / 1.21 / 0.01)  # as far below as above
+    assert surprise(unsure, 1.21) == pytest.approx(0.0441 / 1.21 / 0.02)
+    assert surprise(sure, 9.0) == 16.0
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -147,11 +147,9 @@ def test_logarithm(x):
     assert ln(x) == pytest.approx(math.log(x), abs=1e-14, rel=1e-14)
 
 
-def test_what_all_workers_have_in_common_is_told_from_their_own_noise():
-    """Times are (2, 4, 8, 8) ms x, times exp(c + own) with sd 0.1 and 0.05: the second counts, the first is removed."""
-    seed = 11
-    rng, truth_W = np.random.default_rng(seed), np.array([2.0, 4.0, 8.0, 8.0]) * 1e-3
-    print(f"seed {seed}")
+def test_common_noise_is_separated_from_own_noise():
+    """Times are (2, 4, 8, 8) ms x exp(c + own), c of sd 0.1 and own of sd 0.05."""
+    rng, truth_W = np.random.default_rng(11), np.array([2.0, 4.0, 8.0, 8.0]) * 1e-3
     model, x_W = CostModel(4), np.array([400.0, 200.0, 100.0, 100.0])
     for _ in range(400):
         model.observe(x_W, truth_W * x_W * np.exp(rng.normal(0, 0.1) + rng.normal(0, 0.05, 4)), np.ones(4, bool))
@@ -161,10 +159,8 @@ def test_what_all_workers_have_in_common_is_told_from_their_own_noise():
     np.testing.assert_allclose(time_W / time_W.sum(), truth_W * x_W / (truth_W * x_W).sum(), rtol=0.02)
 
 
-def test_without_common_noise_next_to_none_is_found():
-    seed = 12
-    rng = np.random.default_rng(seed)
-    print(f"seed {seed}")
+def test_without_common_noise_hardly_any_is_found():
+    rng = np.random.default_rng(12)
     model, x_W = CostModel(4), np.full(4, 100.0)
     for _ in range(400):
         model.observe(x_W, x_W * np.exp(rng.normal(0, 0.1, 4)), np.ones(4, bool))
@@ -172,23 +168,23 @@ def test_without_common_noise_next_to_none_is_found():
     assert model.noise == pytest.approx(0.1, rel=0.15)
 
 
-@pytest.mark.parametrize("who", [[0, 1, 2, 3], [1, 2, 3]])
-def test_a_step_in_which_most_are_slow_is_no_jump_of_theirs(who):
+@pytest.mark.parametrize("slow", [[0, 1, 2, 3], [1, 2, 3]])
+def test_a_step_in_which_most_workers_are_slow_is_no_jump_of_theirs(slow):
     model, x_W, on_W = CostModel(4), np.full(4, 100.0), np.ones(4, bool)
     for k in range(60):
         model.observe(x_W, x_W * (1.02 if k % 2 else 0.98), on_W)
     before_W = model.startup_W + model.per_work_W * x_W
     slow_W = x_W.copy()
-    slow_W[who] *= 1.6
+    slow_W[slow] *= 1.6
     model.observe(x_W, slow_W, on_W)
-    assert model.jumped == (len(who) < 4)  # beside three slow ones the fourth has become fast
+    assert model.jumped == (len(slow) < 4)  # relative to three slow workers the fourth has become fast
     after_W = model.startup_W + model.per_work_W * x_W
-    np.testing.assert_allclose(after_W[who] / before_W[who], after_W[who[0]] / before_W[who[0]], rtol=0.01)
-    if len(who) < 4:
+    np.testing.assert_allclose(after_W[slow] / before_W[slow], after_W[slow[0]] / before_W[slow[0]], rtol=0.01)
+    if len(slow) < 4:
         assert after_W[0] / after_W[1] == pytest.approx(1 / 1.6, rel=0.05)
 
 
-def test_a_change_of_all_that_lasts_is_learned():
+def test_a_lasting_change_of_all_workers_is_learned():
     model, x_W, on_W = CostModel(3), np.full(3, 100.0), np.ones(3, bool)
     for k in range(100):
         model.observe(x_W, x_W * (1.0 if k < 40 else 2.0) * (1.02 if k % 2 else 0.98), on_W)
@@ -196,17 +192,15 @@ def test_a_change_of_all_that_lasts_is_learned():
 
 
 @pytest.mark.parametrize("factor", [40.0, 1 / 40])
-def test_what_is_common_to_the_others_says_nothing_about_a_worker_without_a_timing(factor):
-    seed = 13
-    rng, x_W, on_W = np.random.default_rng(seed), np.full(3, 100.0), np.ones(3, bool)
-    print(f"seed {seed}")
+def test_common_noise_does_not_change_a_worker_without_a_timing(factor):
+    rng, x_W, on_W = np.random.default_rng(13), np.full(3, 100.0), np.ones(3, bool)
     model = CostModel(3)
     feed(model, rng, np.zeros(3), np.ones(3), np.tile(x_W, (40, 1)))
-    alone = lambda: (model.costs()[0][2], model.costs()[1][2], model._now_5xW()[:, 2].tolist(), model.ratio_W[2])
-    before, on_W[2] = alone(), False
+    untimed = lambda: (model.costs()[0][2], model.costs()[1][2], model._now_5xW()[:, 2].tolist(), model.ratio_W[2])
+    before, on_W[2] = untimed(), False
     for k in range(100):
         model.observe(x_W, x_W * rng.normal(1, 0.05, 3) * (factor if k % 10 == 0 else 1.0), on_W)
-    assert alone() == before
+    assert untimed() == before
 
 
 def test_a_common_hiccup_of_40x_is_no_jump_and_hardly_moves_the_models():
@@ -219,11 +213,9 @@ def test_a_common_hiccup_of_40x_is_no_jump_and_hardly_moves_the_models():
     np.testing.assert_allclose(model.startup_W + model.per_work_W * x_W, 1.2 * x_W, rtol=0.05)
 
 
-def test_timings_of_any_size_overflow_nothing():
-    """Timings of 1e-300 and 1e300 s, and idle steps in between."""
-    seed = 14
-    rng = np.random.default_rng(seed)
-    print(f"seed {seed}")
+def test_extreme_timings_cause_no_overflow():
+    """Timings from 1e-300 to 1e300 s, and idle steps in between."""
+    rng = np.random.default_rng(14)
     model, x_W = CostModel(3), np.full(3, 100.0)
     with np.errstate(over="raise", invalid="raise", divide="raise"):
         for _ in range(1000):

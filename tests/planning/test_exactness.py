@@ -1,4 +1,4 @@
-"""Unlike hosts must decide alike, to the bit: the deciding code uses only operations that are exact everywhere."""
+"""Processes plan on their own and must agree to the bit: planning uses only operations that are exact everywhere."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 import hetjax
 
 PACKAGE = Path(hetjax.__file__).parent
-# Everything that processes compute on their own and have to agree on. The simulator only plays with controllers.
+# What processes compute on their own and must agree on; not the simulator, which no run uses.
 FILES = sorted({*(PACKAGE / "planning").rglob("*.py"), *(PACKAGE / "sampling").glob("*.py")})
 FILES += [PACKAGE / "sync" / "daso" / "schedule.py", PACKAGE / "sync" / "hogbatch" / "rules.py"]
 FILES = [path for path in FILES if path.stem not in ("simulator", "quality")]
-# The last bit of these depends on the processor, or on the library behind it.
+# Their last bit depends on the processor or on the library behind them.
 INEXACT = {"exp", "expm1", "log", "log1p", "log2", "log10", "power", "pow", "sin", "cos", "tanh", "cbrt", "hypot"}
 INEXACT |= {"dot", "matmul", "inner", "einsum", "linalg"}
 
@@ -31,4 +31,4 @@ def test_decisions_use_only_exact_operations(path):
             assert node.attr not in INEXACT, f"line {node.lineno}: {node.attr}"
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("sort", "argsort"):
             stable = any(k.arg == "kind" and getattr(k.value, "value", "") == "stable" for k in node.keywords)
-            assert stable, f"line {node.lineno}: a sort that is not stable"
+            assert stable, f"line {node.lineno}: an unstable sort"

@@ -1,4 +1,4 @@
-"""The simulator: who sees what when, and what the oracle knows."""
+"""The simulator: delays, noise, and the oracle."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_timing_reaches_the_first_plan_after_its_delay(delay):
     assert run.times_T[4] == 24.0
 
 
-def test_the_oracle_sees_the_change_at_once_or_one_step_late():
+def test_the_oracle_follows_a_change_at_once_or_after_its_staleness():
     trace = two_workers()
     counts_TxW, time_T = best_times(trace)
     assert counts_TxW[3].tolist() == [8, 8]
@@ -38,7 +38,7 @@ def test_the_oracle_sees_the_change_at_once_or_one_step_late():
     assert run.counts_TxW.tolist() == counts_TxW.tolist()
 
 
-def test_noise_has_mean_one_is_the_same_for_all_and_spikes_come_on_top():
+def test_noise_has_mean_one_is_reproducible_and_is_multiplied_by_the_spikes():
     spike_TxW = np.ones((20_000, 2))
     spike_TxW[7, 1] = 5.0
     trace = two_workers(20_000, 0.2, spike_TxW)
