@@ -303,7 +303,7 @@ class CostModel:
         self.evidence_W = np.where(who_W, 0.0, self.evidence_W)
 
     def _rescale(self, who_W: np.ndarray, ratio_W: np.ndarray, sd: float | np.ndarray) -> None:
-        """theta *= ratio, with a relative uncertainty of `sd`."""
+        """Scale theta by `ratio_W`, known to a relative sd."""
         self._scale(np.where(who_W, ratio_W, 1.0))
         self._forget(who_W, sd)
 

@@ -45,7 +45,7 @@ class Trace:
         return np.where(counts_W > 0, startup_W + per_work_W * self.limits.work(counts_W), 0.0)
 
     def draw(self, seed: int) -> np.ndarray:
-        """eps of every step and worker, the same for all controllers."""
+        """Draw eps for every step and worker, the same for all controllers."""
         normal_TxW = np.random.default_rng(seed).standard_normal((self.steps, self.workers))
         eps_TxW = np.exp(self.noise * normal_TxW - 0.5 * self.noise * self.noise)
         return eps_TxW if self.spike_TxW is None else eps_TxW * self.spike_TxW
