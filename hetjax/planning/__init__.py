@@ -1,6 +1,6 @@
 """Planning: how many samples each worker gets. Pure NumPy; never imports jax."""
 
-from hetjax.planning.allocation import Allocation, solve, solve_affine, solve_tables, within_reach
+from hetjax.planning.allocation import Allocation, solve, within_reach
 from hetjax.planning.controllers import Controller, Observation, Plan, make
 from hetjax.planning.cost_model import CostModel
 from hetjax.planning.limits import Limits
@@ -16,7 +16,5 @@ __all__ = [
     "largest_remainder",
     "make",
     "solve",
-    "solve_affine",
-    "solve_tables",
     "within_reach",
 ]

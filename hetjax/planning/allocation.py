@@ -9,7 +9,6 @@ Only float64 + - * /, comparisons and stable sorts are used, so that unlike host
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -71,50 +70,6 @@ def within_reach(startup_W: np.ndarray, per_work_W: np.ndarray, limits: Limits, 
     grid = Grid.of(startup_W, per_work_W, limits)
     units_W = np.minimum(grid.top_L[grid.base_W + grid.reach(time, grid.guess(time))], grid.cap_W)
     return int(units_W.sum()) >= batch // limits.quantum and grid.floor() <= time
-
-
-def solve_affine(
-    startup_W: np.ndarray,
-    per_sample_W: np.ndarray,
-    batch: int,
-    *,
-    capacity_W: np.ndarray | None = None,
-    minimum_W: np.ndarray | None = None,
-    quantum: int = 1,
-    current_W: np.ndarray | None = None,
-) -> Allocation:
-    """`solve` for affine costs t_i(n) = startup_i + n per_sample_i; capacities default to the batch."""
-    workers = len(startup_W)
-    capacity_W = np.full(workers, batch, np.int64) if capacity_W is None else np.asarray(capacity_W, np.int64)
-    limits = Limits(
-        capacity_W=capacity_W,
-        minimum_W=np.zeros(workers, np.int64) if minimum_W is None else np.asarray(minimum_W, np.int64),
-        quantum=quantum,
-        kind_W=np.zeros(workers, np.int64),
-        stairs=(np.arange(int(np.max(capacity_W)) + 1, dtype=np.float64),),
-    )
-    return solve(startup_W, per_sample_W, limits, batch, current_W)
-
-
-def solve_tables(
-    times: Sequence[np.ndarray],
-    batch: int,
-    *,
-    minimum_W: np.ndarray | None = None,
-    quantum: int = 1,
-    current_W: np.ndarray | None = None,
-) -> Allocation:
-    """`solve` for any non-decreasing cost: `times[i][n]` is the time of n samples on worker i, n up to its capacity."""
-    workers = len(times)
-    tables = tuple(np.concatenate([[0.0], np.asarray(table, np.float64)[1:]]) for table in times)
-    limits = Limits(
-        capacity_W=np.array([len(table) - 1 for table in tables], np.int64),
-        minimum_W=np.zeros(workers, np.int64) if minimum_W is None else np.asarray(minimum_W, np.int64),
-        quantum=quantum,
-        kind_W=np.arange(workers),
-        stairs=tables,
-    )
-    return solve(np.zeros(workers), np.ones(workers), limits, batch, current_W)
 
 
 def _with_remainder(grid: Grid, limits: Limits, batch: int, current_W: np.ndarray, tolerance: float) -> Allocation:

@@ -55,16 +55,6 @@ class Staircase:
         price_N[1:] -= joint  # k chunks have k - 1 joints
         return cls(tuple(int(r) for r in rows_L), price_N, first_N)
 
-    @property
-    def capacity(self) -> int:
-        """The largest count."""
-        return len(self.price_N) - 1
-
-    @property
-    def work_N(self) -> np.ndarray:
-        """The price in units of one sample at full batch, for `Limits.stairs`."""
-        return self.price_N * (self.capacity / self.price_N[-1])
-
     def chunks(self, count: int) -> list[int]:
         """The rungs that cover `count` samples, largest first; only the last one may be padded."""
         chunks, remaining = [], count

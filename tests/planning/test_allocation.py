@@ -9,13 +9,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetjax.planning.allocation import solve, solve_affine, solve_tables
+from hetjax.planning.allocation import solve
 from hetjax.planning.limits import Limits
 from hetjax.planning.search import Grid
 
 
 def worker_times(startup_W, per_work_W, limits, counts_W):
     return np.where(counts_W > 0, startup_W + per_work_W * limits.work(counts_W), 0.0)
+
+
+def solve_affine(startup_W, per_sample_W, batch, *, capacity_W=None, minimum_W=None, quantum=1):
+    """`solve` for t_i(n) = startup_i + n per_sample_i; capacities default to the batch."""
+    workers = len(startup_W)
+    capacity_W = np.full(workers, batch) if capacity_W is None else capacity_W
+    minimum_W = np.zeros(workers, np.int64) if minimum_W is None else minimum_W
+    stair = np.arange(np.max(capacity_W) + 1.0)
+    return solve(
+        startup_W, per_sample_W, Limits(capacity_W, minimum_W, quantum, np.zeros(workers, int), (stair,)), batch
+    )
+
+
+def solve_tables(tables, batch):
+    """`solve` for any non-decreasing costs: `tables[i][n]` is the time of n samples on worker i."""
+    workers = len(tables)
+    capacity_W = np.array([len(table) - 1 for table in tables])
+    limits = Limits(capacity_W, np.zeros(workers, np.int64), 1, np.arange(workers), tuple(tables))
+    return solve(np.zeros(workers), np.ones(workers), limits, batch)
 
 
 def feasible(limits: Limits, batch: int):
