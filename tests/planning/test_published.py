@@ -184,3 +184,12 @@ def test_lost_timings_short_steps_limits_and_resuming(name):
         saved = json.loads(json.dumps(part.state_dict(), allow_nan=False))
         part = make(name)
         part.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("name", ["equal", "static", "balanced", "proportional", "dp", "edp", "dbs", "lbb", "lbbsp"])
+def test_an_observation_of_another_number_of_workers_teaches_nothing(name):
+    """When a worker leaves, the last step's timings arrive after the first plan without it."""
+    controller = make(name)
+    before = controller.plan(60, Limits.plain(2, 60)).counts_W
+    observe(controller, [20, 20, 20], [1.0, 2.0, 4.0])
+    np.testing.assert_array_equal(controller.plan(60, Limits.plain(2, 60), epoch=1).counts_W, before)

@@ -137,7 +137,7 @@ class Static(ControllerBase[StaticState]):
 
     def observe(self, observation: Observation, /) -> None:
         valid_W = observation.valid_W
-        if self.state.share_W is None and valid_W.any():
+        if self.state.share_W is None and valid_W.any() and len(valid_W) == self.state.workers:
             rate_W = np.where(valid_W, observation.counts_W / np.where(valid_W, observation.times_W, 1.0), 0.0)
             rate_W = np.where(valid_W, rate_W, rate_W[valid_W].sum() / valid_W.sum())
             self.state.share_W = rate_W / rate_W.sum()
