@@ -27,7 +27,7 @@ import os, sys
 from pathlib import Path
 from tiny_problem import trainer_for
 from hetjax.fleet.distributed import initialize, leave
-from hetjax.devices.compile import ProgramStore
+from hetjax.devices.program_store import ProgramStore
 
 stored, write = [], ProgramStore.write
 ProgramStore.write = lambda self, key, content: stored.append(key) or write(self, key, content)
