@@ -132,7 +132,7 @@ def main() -> None:
     with Trainer(loss_fn, optax.sgd(0.01), batch_size=batch, controller="equal", wait_limit=120) as trainer:
         state, _ = trainer.fit(trainer.init(params), data, steps=2)
         (ladder,) = trainer.step.engine.ladders.values()
-        prices = {rung: round(1e6 * price / rung, 1) for rung, price in sorted(ladder.list.prices.items())}
+        prices = {rung: round(1e6 * price / rung, 1) for rung, price in sorted(ladder.price_list.prices.items())}
         parent.tell(parameters=int(sum(np.size(p) for p in params.values())), us_per_row=prices)
 
         def fresh() -> dict[str, Controller]:

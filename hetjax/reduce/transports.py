@@ -78,7 +78,7 @@ def make_reduce(transport: str, workers: Workers, layout: Layout, update: Update
         if len(workers.kinds) > 1:
             raise ValueError(
                 f"The psum transport needs devices of one kind, but the workers are {', '.join(workers.kinds)}: XLA "
-                "runs no single program over unlike devices. Use transport='hub' (or 'auto')."
+                "cannot compile one program for several kinds. Use transport='hub' (or 'auto')."
             )
         placed = _private_copy(workers.replicate(core))
         return Psum(workers, layout, update, placed), placed

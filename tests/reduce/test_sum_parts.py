@@ -1,15 +1,17 @@
-"""Small parts summed by one all-to-all: the same sum on all workers."""
+"""Sums over workers: their dtype, and small parts summed by one all-to-all."""
 
 import functools
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from hetjax.devices.workers import AXIS, Workers
 from hetjax.reduce import transports
+from hetjax.reduce.layout import Layout
 
 
 @pytest.mark.parametrize("count", [2, 3, 8])
@@ -41,3 +43,11 @@ def test_only_small_vectors_between_cpu_processes_use_all_to_all(platform, sever
         devices, several_processes = [SimpleNamespace(platform=platform)] * 4, several
 
     assert transports.at_once(nbytes, FakeWorkers(range(4))) is expected
+
+
+@pytest.mark.parametrize(
+    ("parameters", "sums"), [(jnp.bfloat16, jnp.float32), (jnp.float32, jnp.float32), (jnp.float64, jnp.float64)]
+)
+def test_sums_are_kept_in_float32_or_wider(parameters, sums, float64):
+    grads = {"w": jax.ShapeDtypeStruct((3,), parameters)}
+    assert Layout.of(grads, (), ()).dtype == sums
