@@ -55,7 +55,7 @@ def check_parameters(params: Any, workers: Workers) -> None:
         room = available(workers.devices[worker], len(workers.local))
         if room is not None and 2 * size(params) > room:
             raise ValueError(
-                f"The parameters take {gib(size(params))}, and their gradients the same again, but worker {worker} "
+                f"The parameters take {gib(size(params))}, and as much again for their gradient, but worker {worker} "
                 f"({workers.devices[worker]}) has {gib(room)}. Use a smaller model, or fewer workers on this host."
             )
 

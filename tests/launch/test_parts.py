@@ -156,5 +156,5 @@ def test_where_nobody_says_which_address_that_is_process_0_listens_on_all_and_wa
 
 def test_the_address_of_another_machine_is_refused(known):
     known("192.0.2.7")
-    with pytest.raises(OSError, match=r"cannot listen on 192.0.2.7:80\. .*say where to listen by HETJAX_BIND"):
+    with pytest.raises(OSError, match=r"cannot listen on 192.0.2.7:80\. .*set HETJAX_BIND=HOST:PORT"):
         address_to_bind("node0:80")
