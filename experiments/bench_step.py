@@ -293,7 +293,7 @@ class RandomSplits:
     def plan(self, batch: int, limits: Limits, epoch: int = 0) -> Plan:
         return Plan(self.rng.multinomial(batch, self.rng.dirichlet(np.ones(limits.workers))).astype(np.int64))
 
-    def observe(self, seen: Observation) -> None:
+    def observe(self, observation: Observation) -> None:
         """Ignores timings."""
 
 

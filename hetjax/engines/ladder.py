@@ -17,7 +17,7 @@ from hetjax.planning.ladder_costs import PriceList
 log = logging.getLogger("hetjax")
 Arguments = Callable[[int, jax.Device | None], tuple]  # (rows, device) -> arguments; shapes only when device is None
 
-_ROUNDS, _BUDGET = 12, 0.25  # rounds of timing; stop after this many seconds per rung, but not before 3
+_ROUNDS, _BUDGET = 12, 0.25  # rounds of timing, at least 3; none is started after this many seconds per rung
 _IN_A_ROW, _CHAIN = 16, 0.03  # chunks timed in a row: at most this many, for about this many seconds
 _CHUNK_COST_IN_ROWS = 0.25  # if rows are the price, an additional chunk costs this many
 _AROUND = (0.9, 0.95, 1.0, 1.05, 1.1)  # a further rung is evaluated at these multiples of the counts

@@ -110,9 +110,8 @@ class Auto(EngineSpec):
             return Chunked(self.max_rows), f"the workers are of {len(workers.kinds)} kinds"
         if workers.devices[0].platform == "cpu":
             return Chunked(self.max_rows), "XLA's loops are slow for convolutions on CPU"
-        return Looped(
-            self.max_rows
-        ), f"all workers are {workers.kinds[0]}: one program whose trip count follows the count"
+        reason = f"all workers are {workers.kinds[0]}: one program whose trip count follows the count"
+        return Looped(self.max_rows), reason
 
 
 @dataclass(frozen=True)

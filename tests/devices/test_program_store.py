@@ -90,10 +90,10 @@ def test_readers_see_whole_entries_while_many_write(store, entry):
     ]
     for writer in writers:
         writer.start()
-    seen = set()
+    read = set()
     while any(writer.is_alive() for writer in writers):
-        seen.add(store.read(KEY))
+        read.add(store.read(KEY))
     for writer in writers:
         writer.join()
-    assert seen <= contents | {b"machine code"}
+    assert read <= contents | {b"machine code"}
     assert [path.name for path in entry.parent.iterdir()] == [KEY]
