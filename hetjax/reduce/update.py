@@ -84,7 +84,7 @@ def running_average(momentum: float = 0.9) -> RunningAverage:
 def optimizer_step(
     optimizer: optax.GradientTransformation, advance: Callable[[Tree, Tree], Tree] | None, ema_decay: float | None
 ) -> Finish:
-    """g = (sum over workers of summed per-example gradients) / (sum of weights), then any optax update.
+    """Apply an optax update to g = (sum over workers of summed per-example gradients) / (sum of weights).
 
     Clip in the optimizer, where it sees the gradient of the whole batch. An optimizer that takes the loss (`value`, as
     reduce_on_plateau does) receives that of the step.
