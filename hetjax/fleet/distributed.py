@@ -87,7 +87,7 @@ def initialize(
     if info.processes == 1:
         return info
     if not 0 < start_limit < math.inf:
-        raise ValueError(f"start_limit is {start_limit} s: expected more than 0, such as 60.")
+        raise ValueError(f"start_limit is {start_limit} s: give more than 0, such as 60.")
     if jax.distributed.is_initialized():
         raise RuntimeError("initialize() was called twice: call it once, at the start of the program.")
     _limit_collectives(wait_limit)
