@@ -1,10 +1,10 @@
-"""Does the virtual time of bench_controllers.py agree with reality?
+"""Compare the virtual time of bench_controllers.py with real runs.
 
     python experiments/bench_reality.py [--json FILE] [--runs 3] [--steps 120]
 
-For two trace files, `train.py --trace FILE` really runs, with simulated speeds whose delays are at least five times the
-real compute, and its throughput (median of the runs) is compared with what the simulator of the bench predicts for the
-same trace, controller and number of steps. Target: within 5%.
+For two traces, the throughput of `train.py --trace FILE` (median of the runs), with simulated delays at least five
+times the real compute, is compared with the simulator's prediction for the same trace, controller and number of steps.
+Target: within 5%.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hetjax.planning.simulator import Trace, simulate
 from hetjax.simulation.traces import read_trace
 
 HERE = Path(__file__).resolve().parent
-BATCH, ROW_TIME = 256, 3e-3  # samples; seconds of one row at speed 1, some 40 times the real compute of this CNN
+BATCH, ROW_TIME = 256, 3e-3  # samples; seconds per row at speed 1, about 40 times the real compute of this CNN
 TRACES = ("constant.json", "slowdown.json")
 
 
@@ -63,27 +63,29 @@ def main(
     """Compare predicted and measured throughput.
 
     Args:
-        json_file: write the figures to this file (--json FILE).
-        runs: real runs of each trace, of which the median counts.
-        steps: of each run.
-        controller: which one decides.
+        json_file: write the results to this file (--json FILE).
+        runs: number of real runs per trace; the median is reported.
+        steps: number of steps per run.
+        controller: name of the controller.
     """
-    figures = {}
+    results = {}
     for name in TRACES:
         expected = predicted(HERE / "traces" / name, controller, steps)
         with tempfile.TemporaryDirectory() as folder:
-            seen = [measured(HERE / "traces" / name, controller, steps, Path(folder) / str(k)) for k in range(runs)]
-        rates = [summary["samples_per_s"] for summary in seen]
+            summaries = [
+                measured(HERE / "traces" / name, controller, steps, Path(folder) / str(k)) for k in range(runs)
+            ]
+        rates = [summary["samples_per_s"] for summary in summaries]
         ratio = float(np.median(rates)) / expected
-        figures[name] = {
+        results[name] = {
             "predicted_samples_per_s": expected,
             "measured_samples_per_s": rates,
             "ratio": ratio,
-            "overruns": [summary["overruns"] for summary in seen],
+            "overruns": [summary["overruns"] for summary in summaries],
         }
         print(f"{name}: predicted {expected:,.0f} samples/s, measured {np.round(rates)}, ratio {ratio:.3f} [1 +- 0.05]")
     if json_file is not None:
-        json_file.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        json_file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,17 @@
-"""How much the machinery of hetjax costs: work that follows the count, an even step, planning, recompiles.
+"""The overhead of hetjax itself: local phase, step with equal counts, planning, recompiles.
 
     python experiments/bench_step.py [--quick] [--json FILE]
 
 work_tax       time of the auto engine at n rows / time of a plain jitted gradient at batch n: geometric mean over 12
-               log-spaced n between capacity / 16 and capacity (--quick: every third one); masked and looped beside it
-               (--quick: for mlp only)
-even_overhead  a hetjax step with equal counts / a jitted data-parallel step by hand, same model, same fake devices,
-               both with rows from arrays in memory, taken while the step before computes: hetjax.Step in a loop of
-               one's own, and Trainer.fit
-own_loop       the first of these over the second
-plan_us        the balanced controller's time per step (observe and plan) at 8 and at 1,024 workers
-recompiles     programs compiled while counts change over 100 random plans
+               log-spaced n from capacity / 16 to capacity (--quick: every third); also for masked and looped
+               (--quick: mlp only)
+even_overhead  time of a hetjax step with equal counts / time of a hand-written jitted data-parallel step: same model,
+               same fake devices, rows from arrays in memory, loaded while the previous step computes; for hetjax.Step
+               in the user's own loop (own_loop), for Trainer.fit (trainer), and the ratio of both (own_over_trainer)
+plan_us        time per step of the balanced controller (observe and plan) with 8 and with 1,024 workers
+recompiles     programs compiled during 100 random plans
 
-All ratios are measured side by side in one run, in turns, as medians.
+All ratios are medians, measured in turns within one run.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from hetjax.planning.limits import Limits
 
 @dataclass(frozen=True)
 class Case:
-    """A model with data of its capacity."""
+    """A model and as much data as its capacity."""
 
     name: str
     flax: hetjax.FlaxModel
@@ -70,6 +69,7 @@ def text_loss(model: Any, example: Any, rngs: Any) -> Example:
 
 
 def case(name: str) -> Case:
+    """The model of this name with random data."""
     rng, rngs = np.random.default_rng(0), nnx.Rngs(0)
     if name == "transformer":
         model = zoo.Transformer(32, 128, width=64, depth=1, heads=4, dropout=0.0, rngs=rngs)
@@ -99,7 +99,7 @@ def step_for(case: Case, engine: Any) -> hetjax.Step:
 
 
 def plain_gradient(case: Case, n: int) -> Callable[[], Any]:
-    """What anybody would write: the jitted gradient of the mean loss over a batch of n."""
+    """The baseline: the jitted gradient of the mean loss over a batch of n."""
     batch = jax.tree.map(lambda x: x[:n], case.data)
 
     @jax.jit
@@ -107,9 +107,9 @@ def plain_gradient(case: Case, n: int) -> Callable[[], Any]:
         keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(0)))(jnp.arange(n))
 
         def mean(params: Any) -> Any:
-            told = case.flax.loss_fn(params, batch, keys)
-            weight = n if told.weight_b is None else told.weight_b.sum()
-            return told.loss_b.sum() / weight, jax.tree.map(jnp.sum, told.metrics)
+            example = case.flax.loss_fn(params, batch, keys)
+            weight = n if example.weight_b is None else example.weight_b.sum()
+            return example.loss_b.sum() / weight, jax.tree.map(jnp.sum, example.metrics)
 
         return jax.value_and_grad(mean, has_aux=True)(params)
 
@@ -118,7 +118,7 @@ def plain_gradient(case: Case, n: int) -> Callable[[], Any]:
 
 
 def in_turns(runs: dict[str, Callable[[], Any]], repeats: int, seconds: float) -> dict[str, float]:
-    """Median seconds of each run, all of them in turn, after one run to warm up."""
+    """Median seconds of each run, measured in turns, after one warm-up run each."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run()
@@ -132,28 +132,29 @@ def in_turns(runs: dict[str, Callable[[], Any]], repeats: int, seconds: float) -
 
 
 def odd_sizes(capacity: int) -> list[int]:
-    """12 log-spaced sizes from capacity / 16 to capacity, all but the last moved up to a prime: never whole rungs."""
+    """12 log-spaced sizes from capacity / 16 to capacity, all but the last raised to a prime: never a rung."""
     prime = lambda n: all(n % k for k in range(2, int(n**0.5) + 1))
     sizes = [round(n) for n in np.geomspace(capacity / 16, capacity, 12)]
     return [*(next(k for k in range(n, 2 * n) if prime(k)) for n in sizes[:-1]), capacity]
 
 
 def work_tax(name: str, quick: bool) -> tuple[float, dict[str, Any]]:
+    """The ratio of the auto engine for one model, and the details of all engines."""
     made = case(name)
     specs: dict[str, Any] = {"auto": "auto"}
-    if name == "mlp" or not quick:  # the largest programs of all, so the longest to compile
+    if name == "mlp" or not quick:  # these programs take longest to compile
         specs |= {"looped": hetjax.Looped(micro=made.capacity // 16), "masked": "masked"}
     steps = {engine: step_for(made, spec) for engine, spec in specs.items()}
     states = {engine: step(step.init(made.flax.params), made.data)[0] for engine, step in steps.items()}
     auto = steps["auto"].engine
     rows, ratios = [], {engine: [] for engine in steps}
-    for place, n in enumerate(odd_sizes(made.capacity)[2::3] if quick else odd_sizes(made.capacity)):
+    for position, n in enumerate(odd_sizes(made.capacity)[2::3] if quick else odd_sizes(made.capacity)):
         counts = np.array([n])
-        auto.settle(counts)  # as in training, where rungs join while the counts stay the same
+        auto.settle(counts)  # as in training, where rungs are added while the counts stay the same
         runs: dict[str, Callable[[], Any]] = {"plain": plain_gradient(made, int(n))}
         for engine, step in steps.items():
-            if quick and engine != "auto" and place % 2 == 0:
-                continue  # beside it, for the picture: half of the sizes will do
+            if quick and engine != "auto" and position % 2 == 0:
+                continue  # for comparison only: half of the sizes suffice
             runs[engine] = step.local_phases(states[engine], made.data, counts)
         seconds = in_turns(runs, repeats=25 if quick else 41, seconds=0.8 if quick else 4.0)
         for engine in set(steps) & set(runs):
@@ -173,7 +174,7 @@ def work_tax(name: str, quick: bool) -> tuple[float, dict[str, Any]]:
 
 
 def even_overhead(quick: bool) -> tuple[dict[str, float], dict[str, Any]]:
-    """Blocks of steps in turns. The step by hand is what a good JAX user writes: shard_map, pmean, donation."""
+    """Blocks of steps in turns, against a hand-written step with shard_map, pmean and donation."""
     made, batch = case("mlp"), 2048
     rng = np.random.default_rng(1)
     data = {
@@ -182,15 +183,15 @@ def even_overhead(quick: bool) -> tuple[dict[str, float], dict[str, Any]]:
     }
     optimizer = optax.sgd(0.01, momentum=0.9)
     workers = Workers.of(None)
-    steps = 16  # in a block, so that its first and last step, which overlap with nothing, weigh little
+    steps = 16  # per block: its first and last step, which overlap with nothing, then weigh little
 
     def by_hand_step(params: Any, opt_state: Any, rows: Any, index: jax.Array) -> Any:
         n = len(rows["label"])
         keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(0)))(index[0] + jnp.arange(n))
 
         def mean(params: Any) -> Any:
-            told = made.flax.loss_fn(params, rows, keys)
-            return told.loss_b.mean(), jax.tree.map(jnp.mean, told.metrics)
+            example = made.flax.loss_fn(params, rows, keys)
+            return example.loss_b.mean(), jax.tree.map(jnp.mean, example.metrics)
 
         (loss, metrics), grads = jax.value_and_grad(mean, has_aux=True)(params)
         grads, loss, metrics = jax.lax.pmean((grads, loss, metrics), AXIS)
@@ -219,7 +220,7 @@ def even_overhead(quick: bool) -> tuple[dict[str, float], dict[str, Any]]:
         hetjax.Trainer(made.flax, optimizer, **options) as trainer,
         hetjax.Step(made.flax, optimizer, **options) as step,
     ):
-        trained = [trainer.fit(trainer.init(made.flax.params), data, steps=40)[0]]  # the ladder grows where it pays
+        trained = [trainer.fit(trainer.init(made.flax.params), data, steps=40)[0]]  # the ladder grows
         live = [step.init(made.flax.params)]
 
         def run_own_loop(steps: int = steps) -> None:
@@ -240,7 +241,7 @@ def even_overhead(quick: bool) -> tuple[dict[str, float], dict[str, Any]]:
         run_by_hand(2)
         for turn in range(3 if quick else 15):
             runs = [("by_hand", run_by_hand), ("own_loop", run_own_loop), ("trainer", run_trainer)]
-            for name, run in runs[turn % 3 :] + runs[: turn % 3]:  # each is first in turn
+            for name, run in runs[turn % 3 :] + runs[: turn % 3]:  # each goes first in turn
                 began = time.perf_counter()
                 run()
                 seconds = inside[-1] if name == "trainer" else time.perf_counter() - began
@@ -260,7 +261,7 @@ def even_overhead(quick: bool) -> tuple[dict[str, float], dict[str, Any]]:
 
 
 def plan_us(workers: int, steps: int = 200) -> float:
-    """Mean microseconds of observe + plan of the balanced controller under 5% noise, the first plan aside."""
+    """Mean microseconds of observe + plan of the balanced controller under 5% noise, without the first plan."""
     rng = np.random.default_rng(2)
     limits = Limits.plain(workers, 64 * workers)
     controller = controllers.make("balanced")
@@ -270,9 +271,9 @@ def plan_us(workers: int, steps: int = 200) -> float:
     for step in range(steps):
         counts = plans[step].counts_W
         times = np.round((1e-3 + counts * 1e-4 / speed) * rng.lognormal(0, 0.05, workers), 6)
-        seen = Observation(counts, limits.work(counts), np.where(counts > 0, times, np.nan), 0, step)
+        observation = Observation(counts, limits.work(counts), np.where(counts > 0, times, np.nan), 0, step)
         began = time.perf_counter()
-        controller.observe(seen)
+        controller.observe(observation)
         plans.append(controller.plan(64 * workers, limits))
         seconds.append(time.perf_counter() - began)
     return 1e6 * float(np.mean(seconds[1:]))
@@ -282,7 +283,7 @@ def plan_us(workers: int, steps: int = 200) -> float:
 
 
 class RandomSplits:
-    """Another random split every step."""
+    """A new random split every step."""
 
     name = "random"
 
@@ -292,11 +293,12 @@ class RandomSplits:
     def plan(self, batch: int, limits: Limits, epoch: int = 0) -> Plan:
         return Plan(self.rng.multinomial(batch, self.rng.dirichlet(np.ones(limits.workers))).astype(np.int64))
 
-    def observe(self, seen: Observation) -> None:
-        """Whatever the timings are."""
+    def observe(self, observation: Observation) -> None:
+        """Ignores timings."""
 
 
 def recompiles() -> int:
+    """Programs compiled while counts change, after a first step."""
     made = case("mlp")
     with hetjax.Trainer(made.flax, optax.sgd(0.1), batch_size=64, controller=RandomSplits()) as trainer:
         state, _ = trainer.fit(trainer.init(made.flax.params), made.data, steps=1)
@@ -307,18 +309,18 @@ def recompiles() -> int:
 
 
 def main(json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None, quick: bool = False) -> None:
-    """Measure what hetjax itself costs.
+    """Measure the overhead of hetjax itself.
 
     Args:
-        json_file: write the figures to this file (--json FILE).
-        quick: fewer repetitions; ends within 90 seconds on two quiet cores.
+        json_file: write the results to this file (--json FILE).
+        quick: fewer repetitions; takes 90 seconds on two idle cores.
     """
     began = time.perf_counter()
     taxes, details = {}, {}
     for name in ("mlp", "cnn", "transformer"):
         taxes[name], details[name] = work_tax(name, quick)
         means = ", ".join(f"{engine} {value:.2f}" for engine, value in details[name]["geometric_mean"].items())
-        odd = f"{details[name]['odd_n']} of {len(details[name]['ms'])} n no multiple of any rung"
+        odd = f"{details[name]['odd_n']} of {len(details[name]['ms'])} n not a multiple of any rung"
         print(f"\n{name}: ladder {details[name]['ladder']}, {odd}")
         for row in details[name]["ms"]:
             print("  " + "  ".join(f"{key} {value}" for key, value in row.items()))

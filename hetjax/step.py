@@ -22,7 +22,7 @@ from hetjax.devices.workers import Workers
 from hetjax.engines import Engine, EngineSpec
 from hetjax.engines.clocks import no_hold
 from hetjax.engines.session import Session, open_session, shapes
-from hetjax.engines.specs import Whole, per_worker
+from hetjax.engines.specs import PerWorker, per_worker
 from hetjax.fleet.agree import digest, same
 from hetjax.history import Record
 from hetjax.nonfinite import NonFiniteError, NonFinitePolicy
@@ -102,7 +102,7 @@ class Step:
         transport: str = "auto",
         devices: Sequence[jax.Device] | None = None,
         speeds: Sequence[float] | Simulation | None = None,
-        capacity: Whole = None,
+        capacity: PerWorker = None,
         quantum: int | None = None,
         eval_fn: Callable[..., Any] | None = None,
         advance: Callable[[Tree, Tree], Tree] | None = None,
@@ -344,7 +344,7 @@ class Step:
         return lambda: np.array([lap.seconds for lap in pipeline.phases(packed)])
 
     def session(
-        self, state: State, sample: Tree, *, train: bool, sync: Sync | None = None, capacity: Whole = None
+        self, state: State, sample: Tree, *, train: bool, sync: Sync | None = None, capacity: PerWorker = None
     ) -> Session:
         """Compile for these rows, once; a second call with rows of the same shape compiles nothing."""
         sync, shape = sync or self.sync, shapes(state, sample)

@@ -1,7 +1,7 @@
-"""One process of bench_cluster.py: trains under several controllers in turn and tells what it saw.
+"""One process of bench_cluster.py: trains under several controllers in turn and reports timings.
 
-Its orders come as JSON on the command line. Process 0 asks its parent for quotas by a line on standard output, and
-waits for a line on standard input that says they hold.
+Settings come as JSON on the command line. Process 0 requests quotas by a line on standard output and waits for a line
+on standard input that confirms them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hetjax.zoo.tasks import classification
 
 
 def init_cnn(hidden: int, seed: int = 0) -> dict[str, np.ndarray]:
-    """28x28 images: two convolutions of 16 and 32 channels, each pooled, then (a hidden layer and) the logits."""
+    """A CNN for 28x28 images: two convolutions (16 and 32 channels), each pooled, an optional hidden layer, logits."""
     rng = np.random.default_rng(seed)
     normal = lambda *shape: rng.normal(0, np.prod(shape[:-1]) ** -0.5, shape).astype(np.float32)
     params = {"conv1": normal(3, 3, 1, 16), "bias1": np.zeros(16, np.float32)}
@@ -40,6 +40,7 @@ def init_cnn(hidden: int, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def loss_fn(params: dict[str, jax.Array], batch: dict[str, jax.Array], keys: jax.Array) -> jax.Array:
+    """Cross-entropy per example."""
     x = batch["image"]
     for conv, bias in (("conv1", "bias1"), ("conv2", "bias2")):
         x = jax.lax.conv_general_dilated(x, params[conv], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
@@ -51,42 +52,42 @@ def loss_fn(params: dict[str, jax.Array], batch: dict[str, jax.Array], keys: jax
 
 
 class Parent:
-    """The pipe to bench_cluster.py. Only process 0 has it; the others do nothing."""
+    """The pipe to bench_cluster.py, used by process 0 only; in other processes all methods do nothing."""
 
     def __init__(self, process: int):
-        self.mine = process == 0
+        self.connected = process == 0
 
-    def tell(self, **message: Any) -> None:
-        if self.mine:
+    def send(self, **message: Any) -> None:
+        if self.connected:
             print(json.dumps(message), flush=True)
 
-    def ask_for(self, quotas: Sequence[float] | None) -> None:
-        """Returns when these quotas hold."""
-        self.tell(quotas=quotas)
-        if self.mine and not sys.stdin.readline():
-            raise RuntimeError("The parent is gone.")
+    def request(self, quotas: Sequence[float] | None) -> None:
+        """Request quotas and wait until they are set."""
+        self.send(quotas=quotas)
+        if self.connected and not sys.stdin.readline():
+            raise RuntimeError("The parent process has exited.")
 
 
 class Quotas:
-    """A hook that asks for other quotas after certain steps of a run, counted from its first one; 0: before it."""
+    """A hook that requests quotas after given steps of a run; 0: before the first."""
 
     def __init__(self, parent: Parent, by_step: dict[int, Sequence[float]], before: int):
         self.parent, self.by_step, self.before = parent, by_step, before
 
     def begin(self, history: History) -> None:
-        self.parent.ask_for(self.by_step[0])
+        self.parent.request(self.by_step[0])
 
     def __call__(self, record: Record, state: State) -> None:
         if (quotas := self.by_step.get(record.step - self.before)) is not None:
-            self.parent.ask_for(quotas)
+            self.parent.request(quotas)
 
 
 def solo_rates(trainer: Trainer, state: State, data: Any, quotas: Sequence[float], seconds: float) -> list[float]:
-    """Samples per second of each worker with the trainer's own engine, no reduce, all of them at once."""
+    """Samples per second of each worker with the trainer's engine, all at once, without reduce."""
     counts_W = np.floor(trainer.batch_size * np.asarray(quotas) / sum(quotas)).astype(np.int64)
     batch = {name: values[: trainer.batch_size] for name, values in data.items()}
     run = trainer.step.local_phases(state, batch, counts_W)
-    gather("all are here")
+    gather("ready")
     began, rounds = time.perf_counter(), 0
     while time.perf_counter() < began + seconds:
         run()
@@ -96,13 +97,14 @@ def solo_rates(trainer: Trainer, state: State, data: Any, quotas: Sequence[float
 
 
 def swapped(quotas: Sequence[float]) -> list[float]:
-    """With those of the fastest and the slowest worker swapped."""
+    """The quotas with those of the fastest and slowest worker swapped."""
     other, fast, slow = list(quotas), int(np.argmax(quotas)), int(np.argmin(quotas))
     other[fast], other[slow] = quotas[slow], quotas[fast]
     return other
 
 
-def told(history: History) -> dict[str, Any]:
+def summary(history: History) -> dict[str, Any]:
+    """The records of a run as JSON values."""
     records = history.records
     return {
         "counts": [r.counts_W.tolist() for r in records],
@@ -115,52 +117,52 @@ def told(history: History) -> dict[str, Any]:
 
 
 def main() -> None:
-    orders = json.loads(sys.argv[1])
+    settings = json.loads(sys.argv[1])
     everywhere = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(everywhere)})  # XLA makes a thread for each core it may use: one will do here
-    here = initialize(wait_limit=120)
+    os.sched_setaffinity(0, {min(everywhere)})  # XLA starts a thread per core it may use; use one
+    info = initialize(wait_limit=120)
     jax.devices()
     for thread in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(thread), everywhere)
-    parent, batch, quotas = Parent(here.process), orders["batch_size"], orders["quotas"]
+    parent, batch, quotas = Parent(info.process), settings["batch_size"], settings["quotas"]
     rng = np.random.default_rng(1)
     data = {
         "image": rng.random((4 * batch, 28, 28, 1), np.float32),
         "label": rng.integers(0, 10, 4 * batch).astype(np.int32),
     }
-    params = init_cnn(orders["hidden"])
+    params = init_cnn(settings["hidden"])
     with Trainer(loss_fn, optax.sgd(0.01), batch_size=batch, controller="equal", wait_limit=120) as trainer:
         state, _ = trainer.fit(trainer.init(params), data, steps=2)
         (ladder,) = trainer.step.engine.ladders.values()
-        prices = {rung: round(1e6 * price / rung, 1) for rung, price in sorted(ladder.list.prices.items())}
-        parent.tell(parameters=int(sum(np.size(p) for p in params.values())), us_per_row=prices)
+        prices = {rung: round(1e6 * price / rung, 1) for rung, price in sorted(ladder.price_list.prices.items())}
+        parent.send(parameters=int(sum(np.size(p) for p in params.values())), us_per_row=prices)
 
         def fresh() -> dict[str, Controller]:
-            return {name: controllers.make(kind, **options) for name, kind, options in orders["controllers"]}
+            return {name: controllers.make(kind, **options) for name, kind, options in settings["controllers"]}
 
         def run(controller: Controller, by_step: dict[int, Sequence[float]], steps: int) -> dict[str, Any]:
             nonlocal state
             trainer.controller = controller
-            parent.ask_for(None)  # what is left to compile is compiled at full speed
+            parent.request(None)  # compile at full speed
             state, history = trainer.fit(state, data, steps=steps, hooks=[Quotas(parent, by_step, state.step)])
-            return told(history)
+            return summary(history)
 
         def solo() -> None:
-            parent.ask_for(quotas)
-            parent.tell(solo=solo_rates(trainer, state, data, quotas, orders["solo_s"]))
+            parent.request(quotas)
+            parent.send(solo=solo_rates(trainer, state, data, quotas, settings["solo_s"]))
 
         solo()
         quiet = fresh()
-        names = list(quiet)
-        for k in range(orders["rounds"]):
-            first = k * len(names) // orders["rounds"]  # nobody is always the first or the last
+        names, steps = list(quiet), settings["steps"] // settings["rounds"]
+        for k in range(settings["rounds"]):
+            first = k * len(names) // settings["rounds"]  # rotate the order
             for name in names[first:] + names[:first]:
-                parent.tell(controller=name, quiet=run(quiet[name], {0: quotas}, orders["steps"] // orders["rounds"]))
+                parent.send(controller=name, quiet=run(quiet[name], {0: quotas}, steps))
                 solo()
-        every, swaps, other = orders["swap_every"], orders["swaps"], swapped(quotas)
+        every, swaps, other = settings["swap_every"], settings["swaps"], swapped(quotas)
         by_step = {0: quotas} | {every * k: other if k % 2 else quotas for k in range(1, swaps + 1)}
         for name, controller in fresh().items() if swaps else ():
-            parent.tell(controller=name, swapped=run(controller, by_step, every * (swaps + 1)))
+            parent.send(controller=name, swapped=run(controller, by_step, every * (swaps + 1)))
     leave(0, together=True)
 
 

@@ -13,7 +13,7 @@ import optax
 from training.configs import Config
 
 from hetjax.arguments import MOST_SAMPLES, MOST_SEED, number, whole
-from hetjax.devices.fake import devices_of_all, fake_devices, said_by_environment
+from hetjax.devices.fake import devices_from_environment, devices_of_all, fake_devices
 from hetjax.environment import PROCESSES
 from hetjax.presets import Choice
 from hetjax.simulation.speeds import Simulation, Trace, constant, of_survivors
@@ -51,7 +51,7 @@ def find_devices(config: Config, processes: int = 1) -> tuple[Simulation | None,
     if several and trace is not None:
         trace = of_survivors(trace, len(devices))
         trace = _own_part(trace, devices) if by_node else trace
-    silent = not several and asked.devices is None and asked.speeds is None and said_by_environment() is None
+    silent = not several and asked.devices is None and asked.speeds is None and devices_from_environment() is None
     if trace is None and silent and devices[0].platform == "cpu":
         trace = constant(numbers("--speeds", DEFAULT_SPEEDS))
     if trace is None:

@@ -1,1 +1,1 @@
-"""The devices to train on: which ones, how they become workers, their memory, and programs compiled for them."""
+"""Devices: which ones, how they become workers, their memory, and programs compiled for them."""

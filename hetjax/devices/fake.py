@@ -1,4 +1,4 @@
-"""The devices to train on: real ones, or so many fake ones of the CPU, asked for before JAX's first use."""
+"""The devices to train on: real ones, or fake CPU devices requested before JAX is first used."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hetjax.arguments import whole
 
 DEFAULT = 4
 MOST = 256
-_MAPS_EACH = 2000  # memory maps of a device's compiled programs; a process that has no more of them crashes
+_MAPS_EACH = 2000  # memory maps taken by one device's compiled programs; a process that runs out of them crashes
 
 
-def said_by_environment() -> int | None:
-    """The number of fake CPU devices that XLA_FLAGS or JAX_NUM_CPU_DEVICES ask for; None if neither does."""
+def devices_from_environment() -> int | None:
+    """Number of CPU devices set by XLA_FLAGS or JAX_NUM_CPU_DEVICES; None if neither sets it."""
     found = re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     if found:
         return int(found[-1])
@@ -26,7 +26,7 @@ def said_by_environment() -> int | None:
 
 
 def most_fake_devices() -> int:
-    """How many fake devices the memory maps of this process are enough for; 32 with the usual 65,530 of Linux."""
+    """Largest number of fake devices that the process's memory maps allow; 32 with Linux's default of 65,530."""
     try:
         maps = int(Path("/proc/sys/vm/max_map_count").read_text())
     except (OSError, ValueError):
@@ -39,48 +39,49 @@ def fake_devices(count: int | None = None) -> list[jax.Device]:
 
     Has to come before anything that uses JAX. With a GPU or TPU its devices are returned, all or the first `count`.
     """
-    said = _ask_for(count, DEFAULT)
-    return _first(jax.devices(), count, said)
+    preset = _request(count, DEFAULT)
+    return _first(jax.devices(), count, preset)
 
 
 def devices_of_all(count: int | None = None, spare: int = 0) -> list[jax.Device]:
-    """The devices of several processes, those of each one after the other: the first `count` of each, or all.
+    """The devices of all processes, grouped by process. Call after `hetjax.fleet.distributed.initialize`.
 
-    Where a process has only a CPU, that is one device unless told. Comes after `hetjax.fleet.distributed.initialize`.
-    `spare`: so many CPU devices more in each process, which are not among those returned.
+    Args:
+        count: Number of devices per process. Default: all; on CPU, 1.
+        spare: Number of additional CPU devices to create in each process, which are not returned.
     """
-    said = _ask_for(None if count is None else count + spare, 1 + spare)
+    preset = _request(None if count is None else count + spare, 1 + spare)
     found: dict[int, list[jax.Device]] = {}
     for device in jax.devices():
         found.setdefault(device.process_index, []).append(device)
     if spare and jax.default_backend() == "cpu" and count is None:
         found = {process: devices[:-spare] or devices for process, devices in found.items()}
-    return [device for process in sorted(found) for device in _first(found[process], count, said)]
+    return [device for process in sorted(found) for device in _first(found[process], count, preset)]
 
 
-def _ask_for(count: int | None, default: int) -> int | None:
-    """Say how many fake devices a CPU shall be, unless the environment does; what that says."""
+def _request(count: int | None, default: int) -> int | None:
+    """Set JAX's number of CPU devices unless the environment sets it; returns the environment's number."""
     if count is not None:
         whole("The number of devices", count, 1)
-    said = said_by_environment()
-    if said is None:
-        with suppress(RuntimeError):  # JAX is in use already: what it has now is all there is
+    preset = devices_from_environment()
+    if preset is None:
+        with suppress(RuntimeError):  # JAX is already initialized: its devices are fixed
             jax.config.update("jax_num_cpu_devices", min(count or default, most_fake_devices()))
-    return said
+    return preset
 
 
-def _first(found: list[jax.Device], count: int | None, said: int | None) -> list[jax.Device]:
-    asked = len(found) if count is None else count
-    if found[0].platform == "cpu" and asked > (most := most_fake_devices()):
+def _first(found: list[jax.Device], count: int | None, preset: int | None) -> list[jax.Device]:
+    requested = len(found) if count is None else count
+    if found[0].platform == "cpu" and requested > (most := most_fake_devices()):
         raise ValueError(
-            f"{asked:,} devices were asked for, but a CPU can be split into {most} at most here: the compiled programs "
-            f"of each take some {_MAPS_EACH:,} memory maps. Ask for fewer, or raise vm.max_map_count."
+            f"{requested:,} devices were requested, but this CPU can be split into at most {most}: the compiled "
+            f"programs of each take about {_MAPS_EACH:,} memory maps. Request fewer, or raise vm.max_map_count."
         )
     if count is not None and count > len(found):
-        why = "XLA_FLAGS or JAX_NUM_CPU_DEVICES ask" if said else "JAX was in use already and had been asked"
-        hint = f"; {why} for {len(found)}" if found[0].platform == "cpu" else ""
+        why = "set by XLA_FLAGS or JAX_NUM_CPU_DEVICES" if preset else "JAX was initialized before this call"
+        hint = f" ({why})" if found[0].platform == "cpu" else ""
         raise ValueError(
-            f"{count} devices were asked for, but there are {len(found)} of kind {found[0].platform}{hint}. Ask for "
-            "fewer, or for all by leaving the number out."
+            f"{count} devices were requested, but there are {len(found)} of kind {found[0].platform}{hint}. Request "
+            "fewer, or omit the number to get all."
         )
     return found[:count]

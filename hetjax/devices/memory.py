@@ -1,4 +1,4 @@
-"""How much memory a worker has, and how much a compiled program will take, before it runs."""
+"""Memory available to a worker, and memory that parameters, a batch or a compiled program will take."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ import jax
 
 from hetjax.devices.workers import Workers
 
-_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of a container, v2 and v1
-SAFE_SHARE = 0.9  # allocators need room; other buffers (optimizer, next batch) live beside the program
+_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # cgroup v2 and v1
+SAFE_SHARE = 0.9  # allocators need headroom, and other buffers (optimizer, next batch) exist besides the program
 
 
 def available(device: jax.Device, sharing: int | None = None) -> int | None:
-    """Bytes a worker may use: its device's limit, or for a CPU device its share of the host's; None if unknown.
+    """Bytes a worker may use: its device's limit, or a CPU device's share of host memory; None if unknown.
 
-    `sharing`: how many CPU devices share the host; all that there are unless given.
+    Args:
+        device: The worker's device.
+        sharing: Number of CPU devices that share the host. Default: all local ones.
     """
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
@@ -32,23 +34,23 @@ def available(device: jax.Device, sharing: int | None = None) -> int | None:
 
 
 def host() -> int | None:
-    """Bytes of this machine's memory, or of its container's; None if unknown."""
+    """Bytes of memory of this machine, or of its container if that is less; None if unknown."""
     found = []
     with suppress(ValueError, OSError, AttributeError):
         found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     for path in _LIMITS:
-        with suppress(ValueError, OSError):  # where there is no limit it says "max"
+        with suppress(ValueError, OSError):  # "max" if there is no limit
             found.append(int(Path(path).read_text()))
     return min(found, default=None)
 
 
 def size(tree: Any) -> int:
-    """Bytes of a tree of arrays or of their shapes."""
+    """Bytes of a tree of arrays or `ShapeDtypeStruct`s."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype"))
 
 
 def check_parameters(params: Any, workers: Workers) -> None:
-    """Refuse parameters that do not fit on a worker's device together with their gradient."""
+    """Raise ValueError if parameters and gradients together do not fit on a local worker's device."""
     for worker in workers.local:
         room = available(workers.devices[worker], len(workers.local))
         if room is not None and 2 * size(params) > room:
@@ -59,7 +61,7 @@ def check_parameters(params: Any, workers: Workers) -> None:
 
 
 def check_batch(batch: int, row: Any) -> None:
-    """Refuse a batch whose rows do not fit into the memory of this host; `row` has the shapes of one."""
+    """Raise ValueError if this process's share of a batch exceeds host memory; `row`: shapes of one sample."""
     rows, room = batch // jax.process_count(), host()
     if room is not None and rows * size(row) > room:
         raise ValueError(
@@ -69,12 +71,12 @@ def check_batch(batch: int, row: Any) -> None:
 
 
 def gib(size: int) -> str:
-    """Bytes for people."""
+    """Format bytes as GiB."""
     return f"{size / 2**30:,.1f} GiB"
 
 
 def needed(program: Any) -> int | None:
-    """Bytes one run of a compiled program takes: arguments, outputs and temporaries, shared buffers counted once."""
+    """Bytes that one run of a compiled program takes: arguments, outputs and temporaries, aliased buffers once."""
     analysis = program.memory_analysis()
     if analysis is None:
         return None

@@ -1,8 +1,8 @@
-"""Three engines for the local phase behind one interface."""
+"""The engines of the local phase: masked, looped and chunked, behind one interface."""
 
 from hetjax.engines.base import Engine, Program
 from hetjax.engines.chunked import ChunkedEngine
-from hetjax.engines.specs import ENGINES, Auto, Chunked, EngineSpec, Looped, Masked, Site, as_spec
+from hetjax.engines.specs import ENGINES, Auto, Chunked, EngineContext, EngineSpec, Looped, Masked, as_spec
 from hetjax.engines.spmd import LoopedEngine, MaskedEngine
 
 __all__ = [
@@ -11,12 +11,12 @@ __all__ = [
     "Chunked",
     "ChunkedEngine",
     "Engine",
+    "EngineContext",
     "EngineSpec",
     "Looped",
     "LoopedEngine",
     "Masked",
     "MaskedEngine",
     "Program",
-    "Site",
     "as_spec",
 ]

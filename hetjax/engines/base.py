@@ -1,4 +1,4 @@
-"""What an engine is: a way to run the local phase of every worker for given counts."""
+"""The engine protocol: run the local phase of every worker for given counts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Program:
-    """What an engine computes: sums over rows, and the shapes that go with them."""
+    """The computation of an engine: sums over rows, with the shapes of its arguments and results."""
 
     row_sums: Callable[[Tree, Tree, Tree, jax.Array], Parts]  # (params, model_state, rows, ctl) -> sums
     sizes: tuple[int, ...]  # lengths of the parts
@@ -32,44 +32,48 @@ class Program:
     params: Tree  # of ShapeDtypeStruct
     model_state: Tree
     row: Tree  # one sample
-    own_parameters: bool = False  # every worker has parameters of its own; they come with a leading axis of one
+    own_parameters: bool = False  # parameters differ between workers and have a leading axis of 1
 
     def with_own_parameters(self) -> Program:
-        wide = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), tree)
+        """The program for workers that each hold their own parameters."""
+        add_axis = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), tree)
         own = lambda tree: jax.tree.map(lambda x: x[0], tree)
         row_sums = lambda params, state, rows, ctl: self.row_sums(own(params), own(state), rows, ctl)
-        params, model_state = wide(self.params), wide(self.model_state)
+        params, model_state = add_axis(self.params), add_axis(self.model_state)
         return replace(self, row_sums=row_sums, params=params, model_state=model_state, own_parameters=True)
 
     def block(self, rows: int) -> Tree:
+        """Shapes of a block of rows."""
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype), self.row)
 
     def zeros(self) -> Parts:
+        """The sums over no rows, with a leading axis of 1."""
         return tuple(jnp.zeros((1, size), self.dtype) for size in self.sizes)
 
     @property
     def ctl(self) -> jax.ShapeDtypeStruct:
+        """Shape of the control vector (`adapters.contract.control`)."""
         return jax.ShapeDtypeStruct((4,), np.uint32)
 
 
 class Engine(Protocol):
-    """Compiles ahead in its constructor; after that, counts are data and nothing compiles."""
+    """Compiles ahead of time in its constructor; afterwards counts are data and nothing recompiles."""
 
     name: str
     program: Program
     workers: Workers
-    compiling: bool  # a compile in the background disturbs the timings
+    compiling: bool  # a background compile disturbs the timings
 
     def limits(self) -> Limits:
-        """What plans must respect now: capacities, quantum, and the price staircase of each kind."""
+        """Current constraints on plans: capacities, quantum, and the price staircase of each kind."""
         ...
 
     def rows_of(self, worker: int, count: int) -> int:
-        """Rows a worker really computes for a count, padding included."""
+        """Rows that a worker computes for a count, including padding."""
         ...
 
     def pack(self, rows: Rows, step: Span, counts_W: np.ndarray, seed: int) -> Any:
-        """Lay out the rows of a coming step; done while the step before runs."""
+        """Lay out the rows of an upcoming step; called while the previous step runs."""
         ...
 
     def start(self, replicas: Replicas, packed: Any) -> list[Future[LocalResult]]:
@@ -77,9 +81,9 @@ class Engine(Protocol):
         ...
 
     def grow(self, counts_W: np.ndarray) -> None:
-        """Between steps: improve the ladder for these counts, in the background."""
+        """Called between steps: improve the ladder for these counts, in the background."""
         ...
 
     def close(self) -> None:
-        """End the engine's threads."""
+        """Stop the engine's threads."""
         ...

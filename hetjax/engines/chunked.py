@@ -1,8 +1,8 @@
-"""The chunked engine: the host drives each worker through a short ladder of compiled chunk sizes.
+"""The chunked engine: the host drives each worker through a short ladder of compiled microbatch sizes.
 
-No control flow inside XLA, so convolutions run at native speed, and every worker may be another kind of device. A count
-is covered by the cheapest set of chunks at measured prices; only the last chunk is padded. The first chunk's sums are
-taken as they come; those of further chunks are added to them in place (donated).
+There is no control flow inside XLA, so convolutions run at native speed, and workers may be of different kinds. A count
+is covered by the cheapest sequence of microbatches (chunks) at measured prices; only the last chunk is padded. The sums
+of further chunks are added to those of the first in place (donated).
 """
 
 from __future__ import annotations
@@ -33,20 +33,24 @@ from hetjax.sampling.order import Span
 
 Tree = Any
 
-_SMALLEST = 4  # rows of the smallest rung with several processes: what counts can be fitted to
-_SETTLED = 8  # steps without a change of counts before the ladder grows for them; timed, so that plans can change
+_SMALLEST = 4  # rows of the smallest rung with several processes: the granularity of counts
+_SETTLED = 8  # steps with unchanged counts before the ladder grows for them; they are timed, so plans may change
 
 
 @dataclass(frozen=True)
 class Chunk:
+    """One microbatch: its rung, its rows and its control vector."""
+
     rung: int
     rows: Tree
     ctl: np.ndarray
 
 
 class ChunkedEngine:
+    """One ladder per kind of device; see `Chunked` for the options."""
+
     name = "chunked"
-    compiling = False  # a compile takes the CPU from CPU workers: their times then say nothing
+    compiling = False  # a compile competes with CPU workers, so their times are meaningless
 
     def __init__(
         self,
@@ -65,7 +69,7 @@ class ChunkedEngine:
         self.capacity_W = np.asarray(capacity_W, np.int64)
         self.max_rows_W = self.capacity_W if max_rows_W is None else np.minimum(self.capacity_W, max_rows_W)
         self.devices = [workers.devices[i] for i in workers.local]
-        several = workers.several_processes  # they need the same rungs: no growth under way
+        several = workers.several_processes  # all need the same rungs, so the ladder does not grow
         self.ladders: dict[str, Ladder] = {}
         self._zeros: dict[jax.Device, Any] = {}
         self._add: dict[jax.Device, Any] = {}
@@ -84,22 +88,22 @@ class ChunkedEngine:
                 complete=complete or rungs is not None or several,
                 priced_by_rows=priced_by_rows,
             )
-        self._remote = self._price(gather if several else lambda said: [said])
+        self._remote = self._price(gather if several else lambda value: [value])
         self._background = ThreadPoolExecutor(1, thread_name_prefix="hetjax-ladder")
-        self.growing: Future | None = None  # a search for a further rung, and its compile, in the background
+        self.growing: Future | None = None  # background search for a further rung, and its compile
         self._counts_W, self._settled = np.zeros(len(workers), np.int64), 0
-        self._survey()
+        self._update_limits()
 
     def _candidates(self, kind: str, several: bool) -> list[int]:
-        """A rung at every worker's own limit and at the equal share, and a geometric series below the largest.
+        """Rungs at every worker's limit, at the equal share, and in a geometric series below the largest.
 
-        With several processes the ladder is compiled as a whole before the first step, so it is a coarse one, of
-        chunks up to twice an equal share; the smallest ones fill up the counts in between.
+        With several processes the whole ladder is compiled before the first step, so it is coarse: up to twice an equal
+        share, with small rungs to cover the counts in between.
         """
         limits = [rows for rows, device in zip(self.max_rows_W, self.workers.devices, strict=True)
                   if device_kind(device) == kind]  # fmt: skip
         share = -(-int(self.capacity_W.max()) // len(self.workers))
-        share = -(-share // self.quantum) * self.quantum  # what all get while nothing is known of them
+        share = -(-share // self.quantum) * self.quantum  # every worker gets this before the first timing
         if several:
             top = min(max(limits), max(2 * share, _SMALLEST))
             return geometric_rungs(top, self.quantum, ratio=2**0.5, span=max(1, top // _SMALLEST))
@@ -109,7 +113,7 @@ class ChunkedEngine:
     # -- programs --
 
     def _chunk(self, leaves: list[jax.Array], rows: Tree, ctl: jax.Array) -> Parts:
-        """The sums over these rows; `leaves` are those of the parameters and the model state."""
+        """The sums over these rows; `leaves`: those of the parameters and the model state."""
         tree = jax.tree.structure((self.program.params, self.program.model_state))
         params, model_state = jax.tree.unflatten(tree, leaves)
         return tuple(part[None] for part in self.program.row_sums(params, model_state, rows, ctl))
@@ -125,27 +129,27 @@ class ChunkedEngine:
     # -- prices and growth --
 
     def _price(self, gather: Callable[[Any], list[Any]]) -> dict[str, PriceList]:
-        """Prices that all processes agree on, measured by one of them per kind while the others wait.
+        """Set prices that all processes agree on: one process measures each kind while the others wait.
 
-        Returned are those of kinds that this process has none of.
+        Returns the prices of kinds that only other processes have.
         """
         have = {kind: sorted(map(int, ladder.programs)) for kind, ladder in self.ladders.items()}
-        said = gather(have)
-        me = jax.process_index() if len(said) > 1 else 0
-        mine = {kind: rungs for kind, (owner, rungs) in common_rungs(said).items() if owner == me}
+        have_by_process = gather(have)
+        me = jax.process_index() if len(have_by_process) > 1 else 0
+        mine = {kind: rungs for kind, (owner, rungs) in common_rungs(have_by_process).items() if owner == me}
         measured = {kind: self.ladders[kind].measure(rungs).plain() for kind, rungs in mine.items()}
         agreed: dict[str, PriceList] = {}
-        for theirs in gather(measured):
-            agreed |= {kind: PriceList.from_plain(plain) for kind, plain in theirs.items()}
+        for prices in gather(measured):
+            agreed |= {kind: PriceList.from_plain(plain) for kind, plain in prices.items()}
         for kind, ladder in self.ladders.items():
-            ladder.list = agreed.pop(kind)
+            ladder.price_list = agreed.pop(kind)
         return agreed
 
-    def _survey(self) -> None:
-        """Build the staircase of every group of like workers, and the limits of plans, from the present prices."""
+    def _update_limits(self) -> None:
+        """Rebuild the price staircases and the limits of plans from current prices."""
         workers = zip(self.workers.devices, self.max_rows_W, self.capacity_W, strict=True)
         self._group_W = [(device_kind(device), int(rows), int(capacity)) for device, rows, capacity in workers]
-        lists = {kind: ladder.list for kind, ladder in self.ladders.items()} | self._remote
+        lists = {kind: ladder.price_list for kind, ladder in self.ladders.items()} | self._remote
         self._stairs = {g: lists[g[0]].staircase(g[1], g[2]) for g in dict.fromkeys(self._group_W)}
         groups = list(self._stairs)
         self._limits = Limits(
@@ -163,32 +167,32 @@ class ChunkedEngine:
         return self._stairs[self._group_W[worker]].rows(count)
 
     def grow(self, counts_W: np.ndarray) -> None:
-        """Between steps: take a rung that has been compiled into use, or look for the next one worth having.
+        """Add a rung that has been compiled, or start the search for the next one.
 
-        Looking and compiling happen in the background, once the counts have settled.
+        The search and the compile run in the background, once the counts have settled.
         """
         if self.growing is not None and self.growing.done():
             found, self.growing, self.compiling = self.growing.result(), None, False
             if found is not None:
                 ladder, rung, programs = found
                 ladder.add(rung, programs)
-                self._survey()
-                self._settled = 0  # the same counts may be worth a further rung
-        if self.growing is None and any(len(x.list.prices) < len(x.wanted) for x in self.ladders.values()):
+                self._update_limits()
+                self._settled = 0  # a further rung may pay for the same counts
+        if self.growing is None and any(len(x.price_list.prices) < len(x.wanted) for x in self.ladders.values()):
             self._settled = self._settled + 1 if np.array_equal(counts_W, self._counts_W) else 0
             self._counts_W = counts_W
             if self._settled == _SETTLED:
                 self.growing = self._background.submit(self._next_rung, counts_W)
 
     def settle(self, counts_W: np.ndarray) -> None:
-        """Grow the ladder for these counts, in the foreground, until no further rung promises to save work."""
+        """Grow the ladder for these counts, in the foreground, until no further rung saves work."""
         if self.growing is not None:
             self.growing.result()
             self.grow(counts_W)
         while (found := self._next_rung(counts_W)) is not None:
             ladder, rung, programs = found
             ladder.add(rung, programs)
-            self._survey()
+            self._update_limits()
         self.compiling = False
 
     def _next_rung(self, counts_W: np.ndarray) -> tuple[Ladder, int, Any] | None:
@@ -207,12 +211,12 @@ class ChunkedEngine:
         return [self.chunks(rows, step.epoch, i, int(starts_W[i]), int(counts_W[i]), seed) for i in self.workers.local]
 
     def chunks(self, rows: Rows, epoch: int, worker: int, start: int, count: int, seed: int) -> list[Chunk]:
-        """`count` samples from position `start` of an epoch, laid out for one worker."""
+        """Lay out `count` samples from position `start` of an epoch for one worker."""
         device, chunks, done = self.workers.devices[worker], [], 0
         for rung in self._stairs[self._group_W[worker]].chunks(count):
             ctl = control(min(rung, count - done), seed=seed, epoch=epoch, position=start + done)
             block = rows.block(start + done, rung)
-            if device.platform != "cpu":  # a CPU program reads host memory as it is; others get it ahead of time
+            if device.platform != "cpu":  # CPU programs read host memory directly; others get it ahead of time
                 block = jax.device_put(block, device)
             chunks.append(Chunk(rung, block, ctl))
             done += rung
@@ -223,7 +227,7 @@ class ChunkedEngine:
         return self.clocks.start([partial(self.phase, k, *parts) for k, parts in enumerate(work)])
 
     def phase(self, k: int, chunks: list[Chunk], leaves: list[jax.Array], ready: jax.Array) -> LocalResult:
-        """The local phase of local worker k alone, on the calling thread, with these parameters on its device."""
+        """Run the local phase of local worker k on the calling thread, with parameters on its device."""
         device = self.devices[k]
         programs = self.ladders[device_kind(device)].programs
         ready.block_until_ready()
@@ -234,7 +238,7 @@ class ChunkedEngine:
             parts = more if parts is None else self._add[device](parts, more)
         if parts is None:
             parts = self._zeros[device]()
-        return self.clocks.lap(k, sum(chunk.rung for chunk in chunks), began, parts)
+        return self.clocks.finish(k, sum(chunk.rung for chunk in chunks), began, parts)
 
     def close(self) -> None:
         self._background.shutdown(wait=True, cancel_futures=True)

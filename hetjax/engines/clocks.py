@@ -1,8 +1,10 @@
-"""Per-worker clocks: one thread per local worker runs its local phase and times it from readiness to readiness.
+"""Time local phases: one thread per local worker runs its phase and waits for its result.
 
-local time = ready(sums) - ready(previous update on that device), with no collective in between, so it is the worker's
-own speed and never the wait for the slowest. Programs are compiled ahead, so compile time cannot enter. The sums are
-safe to wait for because the reduce does not donate them.
+    local time = ready(sums) - ready(previous update on that device)
+
+There is no collective in between, so it measures the worker's own speed, never the wait for a straggler. Programs are
+compiled ahead of time, so compile time cannot enter. Waiting for the sums is safe because the reduce does not donate
+them.
 """
 
 from __future__ import annotations
@@ -18,16 +20,16 @@ import jax
 from hetjax.devices.workers import Workers
 from hetjax.reduce.layout import Parts
 
-Hold = Callable[[int, int, float], None]  # (worker, rows, began): returns when the phase may end
+Hold = Callable[[int, int, float], None]  # (worker, rows, start time): returns when the phase may end
 
 
 def no_hold(worker: int, rows: int, began: float) -> None:
-    """A real worker takes the time it takes."""
+    """End the phase at once: the speed is not simulated."""
 
 
 @dataclass(frozen=True)
 class LocalResult:
-    """One worker's local phase: its sums, the rows it computed, and when it began and ended."""
+    """Result of one worker's local phase: sums, rows computed (with padding), start and end time."""
 
     parts: Parts
     rows: int
@@ -36,11 +38,18 @@ class LocalResult:
 
     @property
     def seconds(self) -> float:
+        """Local time."""
         return self.ended - self.began
 
 
 class Clocks:
-    """The threads of the local workers. `hold` lets simulated speeds stretch a phase."""
+    """The threads of the local workers.
+
+    Args:
+        workers: All workers.
+        hold: Delays the end of a phase to simulate a slower worker.
+        wait_limit: Seconds after which a phase counts as hung.
+    """
 
     def __init__(self, workers: Workers, hold: Hold = no_hold, wait_limit: float = 600.0):
         self.workers = workers
@@ -52,26 +61,27 @@ class Clocks:
         """Start the local phases of this process's workers."""
         return [self._pool.submit(phase) for phase in phases]
 
-    def lap(self, k: int, rows: int, began: float, parts: Parts) -> LocalResult:
-        """The end of a phase of local worker k: wait for its sums, and hold it back if its speed is simulated."""
+    def finish(self, k: int, rows: int, began: float, parts: Parts) -> LocalResult:
+        """Finish a phase of local worker k: wait for its sums, then for its simulated duration if any."""
         jax.block_until_ready(parts)
         if rows:
             self.hold(self.workers.local[k], rows, began)
         return LocalResult(parts, rows, began, time.perf_counter())
 
     def wait(self, futures: Sequence[Future[LocalResult]]) -> list[LocalResult]:
-        """All laps; whoever does not come within the limit is named."""
+        """Wait for all results; raises TimeoutError with the name of a worker that exceeds the limit."""
         deadline = time.monotonic() + self.wait_limit
-        laps = []
+        results = []
         for future, worker in zip(futures, self.workers.local, strict=True):
             try:
-                laps.append(future.result(timeout=max(0.0, deadline - time.monotonic())))
+                results.append(future.result(timeout=max(0.0, deadline - time.monotonic())))
             except FutureTimeout:
                 raise TimeoutError(
                     f"Worker {worker} ({self.workers.devices[worker]}) did not finish its local phase within "
-                    f"{self.wait_limit:.0f} s. Its device may hang; raise wait_limit if its steps are really that long."
+                    f"{self.wait_limit:.0f} s. Its device may hang; raise wait_limit if steps can take that long."
                 ) from None
-        return laps
+        return results
 
     def close(self) -> None:
+        """Stop the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)

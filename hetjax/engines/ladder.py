@@ -1,4 +1,4 @@
-"""The ladder of one kind of device: chunk programs of a few fixed sizes, compiled ahead and priced by a stopwatch."""
+"""The ladder of one kind of device: programs for a few microbatch sizes, compiled ahead, with measured prices."""
 
 from __future__ import annotations
 
@@ -17,62 +17,72 @@ from hetjax.planning.ladder_costs import PriceList
 log = logging.getLogger("hetjax")
 Arguments = Callable[[int, jax.Device | None], tuple]  # (rows, device) -> arguments; shapes only when device is None
 
-_ROUNDS, _BUDGET = 12, 0.25  # time every rung so often, or until that has taken so many seconds each; thrice at least
-_IN_A_ROW, _CHAIN = 16, 0.03  # chunks timed in a row: at most so many, and for so many seconds
-_CHUNK_COST_IN_ROWS = 0.25  # where rows are the price, one more chunk is still not quite free
-_AROUND = (0.9, 0.95, 1.0, 1.05, 1.1)  # where a further rung is judged, in counts
-_WORTH_COMPILING = 0.01  # a further rung has to save one per cent of the work
+_ROUNDS, _BUDGET = 12, 0.25  # rounds of timing, at least 3; none is started after this many seconds per rung
+_IN_A_ROW, _CHAIN = 16, 0.03  # chunks timed in a row: at most this many, for about this many seconds
+_CHUNK_COST_IN_ROWS = 0.25  # if rows are the price, an additional chunk costs this many
+_AROUND = (0.9, 0.95, 1.0, 1.05, 1.1)  # a further rung is evaluated at these multiples of the counts
+_WORTH_COMPILING = 0.01  # a further rung has to save one percent of the work
 
 
 class Ladder:
-    """Programs and prices by rung. A rung that does not fit into memory is dropped with a sentence.
+    """Programs and prices by rung. A rung that does not fit into memory is dropped with a warning.
 
-    `wanted` are the rungs a complete ladder would have. Training starts with four of them, a factor of four apart, and
-    takes more into use between steps when they promise to save work at the present counts.
+    `wanted` holds the rungs of a complete ladder. Training starts with four of them, a factor of four apart; others are
+    added between steps if they are predicted to save work at the current counts.
+
+    Args:
+        chunk: The function to compile.
+        arguments: Its arguments for a number of rows.
+        adders: A program per device that adds the sums of two chunks.
+        devices: The devices, all of one kind.
+        wanted: The rungs of a complete ladder.
+        complete: Whether to compile all of them now.
+        priced_by_rows: Whether prices are rows instead of measured seconds.
     """
 
     def __init__(
         self,
         chunk: Callable,
         arguments: Arguments,
-        join: dict[jax.Device, Any],
+        adders: dict[jax.Device, Any],
         devices: Sequence[jax.Device],
         wanted: Sequence[int],
         *,
         complete: bool,
         priced_by_rows: bool,
     ):
-        self.chunk, self.arguments, self.join = chunk, arguments, join
+        self.chunk, self.arguments, self.adders = chunk, arguments, adders
         self.devices, self.wanted = tuple(devices), sorted(wanted)
         self.priced_by_rows = priced_by_rows
         self.programs: dict[int, dict[jax.Device, Any]] = {}
         first = set(self.wanted) if complete else {_nearest(self.wanted, self.wanted[-1] / f) for f in (1, 4, 16, 64)}
         self._build(first)
-        self.list = PriceList({}, 0.0, 0.0)  # until it is measured
+        self.price_list = PriceList({}, 0.0, 0.0)  # until measured
 
     @property
     def kind(self) -> str:
+        """Name of the devices, for messages."""
         return f"{self.devices[0].platform} ({self.devices[0].device_kind})"
 
     def _build(self, first: set[int]) -> None:
         smallest = self.wanted[0]
         for rung in sorted(self.wanted, reverse=True):
-            if rung in first or not self.programs:  # when the largest was dropped, the next smaller takes its place
+            if rung in first or not self.programs:  # if the largest was dropped, the next smaller replaces it
                 self._try(rung, self.compile(rung))
         if not self.programs:
             raise ValueError(
-                f"Not even a chunk of {smallest} rows fits into the memory of {self.kind}. "
+                f"Not even a microbatch of {smallest} rows fits into the memory of {self.kind}. "
                 "Use a smaller model, fewer workers on this host, or smaller samples."
             )
-        log.info("Ladder for %s: chunks of %s rows.", self.kind, ", ".join(map(str, sorted(self.programs))))
+        log.info("Ladder for %s: microbatches of %s rows.", self.kind, ", ".join(map(str, sorted(self.programs))))
 
     def measure(self, rungs: Sequence[int]) -> PriceList:
-        """The prices of these rungs, on the first of the devices."""
+        """Measure the prices of these rungs on the first device."""
         prices, joint = self._prices(rungs)
         return PriceList(prices, joint, unit=prices[max(prices)] / max(prices))
 
     def compile(self, rung: int) -> dict[jax.Device, Any] | None:
-        """The programs of one rung for all devices, not yet in use; None if they would not fit into memory."""
+        """Compile the programs of one rung for all devices; None if they do not fit into memory."""
         try:
             with expected():
                 programs = compile_for(self.chunk, self.arguments(rung, None), self.devices)
@@ -86,14 +96,14 @@ class Ladder:
         return dict(zip(self.devices, programs, strict=True))
 
     def add(self, rung: int, programs: dict[jax.Device, Any] | None) -> None:
-        """Take a compiled rung into use, priced side by side with the rung next to it, whatever the machine does."""
+        """Add a compiled rung, priced relative to its nearest rung: timed together, so the machine's load cancels."""
         if self._try(rung, programs):
-            known = _nearest(list(self.list.prices), rung)
+            known = _nearest(list(self.price_list.prices), rung)
             now, _ = self._prices([rung, known])
-            self.list = self.list.adding(rung, now[rung] * self.list.prices[known] / now[known])
+            self.price_list = self.price_list.adding(rung, now[rung] * self.price_list.prices[known] / now[known])
 
     def _try(self, rung: int, programs: dict[jax.Device, Any] | None) -> bool:
-        """A first run; a rung that runs out of memory is dropped."""
+        """Run a rung once; drop it if it runs out of memory."""
         if programs is None:
             return False
         try:
@@ -105,11 +115,11 @@ class Ladder:
         return True
 
     def _prices(self, rungs: Sequence[int]) -> tuple[dict[int, float], float]:
-        """The seconds of a chunk of each rung, and of adding one chunk's sums to another's; or rows.
+        """Seconds (or rows) per chunk of each rung, and for adding one chunk's sums to another's.
 
-        Chunks are timed in a row, as in a phase: there the host is ahead of the device, and a wait for every single one
-        would make the small ones look dear. All take turns, and what counts is the median share of a rung in its round:
-        on a shared machine the shortest time of each is that of another lucky moment, and twice as far off.
+        Chunks are timed in a row, as in a local phase: the host runs ahead of the device there, and waiting for each
+        chunk would overprice small ones. Rungs take turns, and each is priced by the median of its share in a round:
+        on a shared machine the shortest time of each rung is an outlier of its own, and twice as far off.
         """
         if self.priced_by_rows:
             return {rung: rung + _CHUNK_COST_IN_ROWS for rung in rungs}, 0.0
@@ -129,14 +139,14 @@ class Ladder:
         return {rung: seconds[rung, False] / chunks[rung] for rung in rungs}, joint
 
     def _chain(self, rung: int, arguments: tuple, chunks: int, adding: bool = False) -> float:
-        """Seconds of so many chunks one after the other, behind a first one that brings everything into the caches."""
+        """Seconds of `chunks` chunks in a row, after a first one that warms the caches."""
         device = self.devices[0]
-        program, join = self.programs[rung][device], self.join[device]
+        program, add = self.programs[rung][device], self.adders[device]
         parts = jax.block_until_ready(program(*arguments))
         began = time.perf_counter()
         for _ in range(chunks):
             more = program(*arguments)
-            parts = join(parts, more) if adding else more
+            parts = add(parts, more) if adding else more
         jax.block_until_ready(parts)
         return time.perf_counter() - began
 
@@ -144,26 +154,26 @@ class Ladder:
         if error is not None and not _out_of_memory(error):
             raise error
         self.wanted.remove(rung)
-        log.warning("A chunk of %d rows is left out of the ladder for %s: %s.", rung, self.kind, why)
+        log.warning("A microbatch of %d rows is dropped from the ladder for %s: %s.", rung, self.kind, why)
 
     def next_rung(self, counts: Sequence[int], max_rows: Sequence[int]) -> int | None:
-        """The missing rung that promises to save most, at interpolated prices; None if none does.
+        """The missing rung predicted to save most, at interpolated prices; None if none saves enough.
 
-        Judged around the present counts, not only at them: plans avoid counts that waste rows, so a coarse ladder
-        shows no waste where it is, but keeps the plan from better counts nearby.
+        Evaluated around the current counts, not only at them: plans avoid counts that waste rows, so a coarse ladder
+        shows no waste at its own counts but keeps plans from better counts nearby.
         """
-        places: dict[int, list[int]] = {limit: [] for limit in max_rows}
+        nearby: dict[int, list[int]] = {limit: [] for limit in max_rows}
         for count, limit in zip(counts, max_rows, strict=True):
-            places[limit].extend({round(count * factor) for factor in _AROUND} - {0})
-        places = {limit: counts for limit, counts in places.items() if counts}
+            nearby[limit].extend({round(count * factor) for factor in _AROUND} - {0})
+        nearby = {limit: counts for limit, counts in nearby.items() if counts}
 
         def cost(prices: PriceList) -> np.ndarray:
-            stairs = [prices.staircase(limit, max(counts)).price_N[counts] for limit, counts in places.items()]
+            stairs = [prices.staircase(limit, max(counts)).price_N[counts] for limit, counts in nearby.items()]
             return np.concatenate(stairs)
 
-        now, best, chosen = cost(self.list), 1 - _WORTH_COMPILING, None
-        for rung in sorted(set(self.wanted) - set(self.list.prices)):
-            share = float(np.mean(cost(self.list.adding(rung, self.list.guess(rung))) / now))
+        now, best, chosen = cost(self.price_list), 1 - _WORTH_COMPILING, None
+        for rung in sorted(set(self.wanted) - set(self.price_list.prices)):
+            share = float(np.mean(cost(self.price_list.adding(rung, self.price_list.guess(rung))) / now))
             if share < best:
                 best, chosen = share, rung
         return chosen

@@ -1,4 +1,4 @@
-"""The mathematics of the local phase: from a block of rows to sums. All engines use exactly these functions."""
+"""The mathematics of the local phase, shared by all engines: from a block of rows to sums."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ def _masked_sum(value_b: jax.Array, mask_b: jax.Array, dtype: Any) -> jax.Array:
     return jnp.sum(jnp.where(mask_b, value_b, 0).astype(dtype))
 
 
-def _scalars(told: Example, mask_b: jax.Array, dtype: Any) -> dict[str, Any]:
+def _scalars(example: Example, mask_b: jax.Array, dtype: Any) -> dict[str, Any]:
     total = lambda value_b: _masked_sum(value_b, mask_b, dtype)
     count = jnp.sum(mask_b, dtype=dtype)
     return {
-        "loss": total(told.loss_b),
-        "weight": count if told.weight_b is None else total(told.weight_b),
+        "loss": total(example.loss_b),
+        "weight": count if example.weight_b is None else total(example.weight_b),
         "count": count,
-        "metrics": {name: total(value_b) for name, value_b in told.metrics.items()},
+        "metrics": {name: total(value_b) for name, value_b in example.metrics.items()},
     }
 
 
 def train_sums(objective: Objective, layout: Layout) -> RowSums:
     """(params, model_state, rows, ctl) -> sums of gradients, model state, loss, weight, count and metrics.
 
-    The gradient of a sum over the valid rows; division by the global weight happens once, after the reduce.
+    Computes the gradient of the SUM over valid rows; the reduce divides by the global weight once.
     """
 
     def sums(params: Tree, model_state: Tree, rows: Tree, ctl: jax.Array) -> Parts:
@@ -43,11 +43,11 @@ def train_sums(objective: Objective, layout: Layout) -> RowSums:
         keys_b = example_keys(ctl, len(mask_b))
 
         def total_loss(trained: Tree) -> tuple[jax.Array, tuple[Example, Tree]]:
-            told, state_sums = objective(with_trained(params, trained), model_state, rows, keys_b, mask_b)
-            return _masked_sum(told.loss_b, mask_b, layout.dtype), (told, state_sums)
+            example, state_sums = objective(with_trained(params, trained), model_state, rows, keys_b, mask_b)
+            return _masked_sum(example.loss_b, mask_b, layout.dtype), (example, state_sums)
 
-        grads, (told, state_sums) = jax.grad(total_loss, has_aux=True)(trainable(params))
-        return layout.pack(StepSums(grads, state_sums, **_scalars(told, mask_b, layout.dtype)))
+        grads, (example, state_sums) = jax.grad(total_loss, has_aux=True)(trainable(params))
+        return layout.pack(StepSums(grads, state_sums, **_scalars(example, mask_b, layout.dtype)))
 
     return sums
 
@@ -57,8 +57,8 @@ def eval_sums(objective: Objective, layout: Layout) -> RowSums:
 
     def sums(params: Tree, model_state: Tree, rows: Tree, ctl: jax.Array) -> Parts:
         rows, mask_b = valid_rows(rows, ctl)
-        told, _ = objective(params, model_state, rows, example_keys(ctl, len(mask_b)), mask_b)
-        return layout.pack(StepSums((), (), **_scalars(told, mask_b, layout.dtype)))
+        example, _ = objective(params, model_state, rows, example_keys(ctl, len(mask_b)), mask_b)
+        return layout.pack(StepSums((), (), **_scalars(example, mask_b, layout.dtype)))
 
     return sums
 
@@ -66,14 +66,23 @@ def eval_sums(objective: Objective, layout: Layout) -> RowSums:
 def layout_of(
     objective: Objective, params: Tree, model_state: Tree, row: Tree, rows: int, *, train: bool
 ) -> tuple[Layout, bool]:
-    """The flat layout of a model, from shapes alone, and whether a layer talks across workers in the forward pass.
+    """The layout of a model's sums, by abstract evaluation.
 
-    `row` holds the shape and dtype of one sample's arrays.
+    Args:
+        objective: The user's loss.
+        params: Shapes of the parameters.
+        model_state: Shapes of the model state.
+        row: Shapes of one sample.
+        rows: Number of rows to trace with.
+        train: Whether there are gradients.
+
+    Returns:
+        The layout, and whether a layer communicates across workers in the forward pass.
     """
     block = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape), x.dtype), row)
     keys_b = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
     mask_b = jax.ShapeDtypeStruct((rows,), jnp.bool_)
     with SyncAxis(None).allowed() as axis:
-        told, state_sums = jax.eval_shape(objective, params, model_state, block, keys_b, mask_b)
+        example, state_sums = jax.eval_shape(objective, params, model_state, block, keys_b, mask_b)
     grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), trainable(params)) if train else ()
-    return Layout.of(grads, state_sums if train else (), tuple(told.metrics)), axis.used
+    return Layout.of(grads, state_sums if train else (), tuple(example.metrics)), axis.used

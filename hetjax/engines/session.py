@@ -1,4 +1,4 @@
-"""A session: engine, clocks and layout made for one kind of rows, for training or for evaluation."""
+"""A session: engine, clocks and layout compiled for rows of one shape, for training or evaluation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from hetjax.adapters.contract import Objective
 from hetjax.devices import memory
 from hetjax.devices.workers import Workers
-from hetjax.engines import Engine, EngineSpec, Program, Site
+from hetjax.engines import Engine, EngineContext, EngineSpec, Program
 from hetjax.engines.clocks import Clocks, Hold
 from hetjax.engines.local import eval_sums, layout_of, train_sums
 from hetjax.reduce.layout import Layout
@@ -25,19 +25,22 @@ Tree = Any
 
 @dataclass
 class Session:
-    key: str  # the shapes it was made for
+    """Everything compiled for one set of shapes."""
+
+    key: str  # the shapes it was compiled for
     engine: Engine
     clocks: Clocks
     layout: Layout
-    exact_sync: bool  # workers wait for each other inside the local phase: their times say nothing
+    exact_sync: bool  # workers wait for each other inside the local phase, so their times are meaningless
 
     def close(self) -> None:
+        """Stop the threads."""
         self.engine.close()
         self.clocks.close()
 
 
 def shapes(state: State, rows: Tree) -> tuple[Tree, Tree, Tree]:
-    """Of one set of parameters, its model state, and one of these rows."""
+    """Shapes of one replica's parameters, of its model state, and of one row."""
     inner = lambda x: jax.ShapeDtypeStruct(np.shape(x)[1:], jax.dtypes.canonicalize_dtype(x.dtype))
     whole = lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype))
     of_one = inner if state.replicas else whole
@@ -57,18 +60,18 @@ def open_session(
     wait_limit: float,
     **options: Any,
 ) -> Session:
-    """Compile for parameters, model state and rows of these shapes. Further options are those of a `Site`."""
+    """Compile for parameters, model state and rows of these shapes; `options` are those of `EngineContext`."""
     params, model_state, row = shape
     memory.check_batch(options["batch"], row)
     objective = Objective(loss_fn, model_state is not None)
     layout, exact_sync = layout_of(objective, params, model_state, row, max(quantum, 2), train=train)
-    spec, why = engine.resolve(workers, exact_sync)
+    spec, reason = engine.resolve(workers, exact_sync)
     if train:
-        log.info("Engine %s: %s.", spec.name, why)
+        log.info("Engine %s: %s.", spec.name, reason)
     clocks = Clocks(workers, hold, wait_limit)
     sums = (train_sums if train else eval_sums)(objective, layout)
     program = Program(sums, layout.sizes, layout.dtype, params, model_state, row)
     if own_parameters:
         program = program.with_own_parameters()
-    built = spec.build(Site(program, workers, clocks, quantum=quantum, **options))
+    built = spec.build(EngineContext(program, workers, clocks, quantum=quantum, **options))
     return Session(str(shape), built, clocks, layout, exact_sync)

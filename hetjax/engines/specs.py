@@ -1,4 +1,4 @@
-"""The engines as a user chooses them: by name, or as an object with options that builds the engine for a model."""
+"""Engine specifications: an engine chosen by name or with options, which builds it for a model."""
 
 from __future__ import annotations
 
@@ -17,59 +17,59 @@ from hetjax.engines.spmd import LoopedEngine, MaskedEngine
 from hetjax.fleet.membership import kept_entries
 from hetjax.planning.ladder_costs import check_rungs
 
-Whole = int | Sequence[int] | None  # one number for all workers, or one each
+PerWorker = int | Sequence[int] | None  # one number for all workers, or one per worker
 
 
 @dataclass(frozen=True)
-class Site:
+class EngineContext:
     """What an engine is built for.
 
     Args:
-        program: what it computes.
-        workers: on which devices.
-        clocks: the threads of the local workers.
-        batch: most samples of a step over all workers.
-        capacity: most samples of each worker in a step; what suits the engine unless given.
-        quantum: counts are multiples of it.
-        priced_by_rows: whether rows, not seconds, are what a microbatch costs (simulated speeds).
+        program: The computation.
+        workers: The workers that run it.
+        clocks: The threads of the local workers.
+        batch: Largest number of samples of a step, over all workers.
+        capacity: Largest number of samples of each worker in a step. Default: chosen by the engine.
+        quantum: Counts are multiples of it.
+        priced_by_rows: Whether a microbatch costs rows instead of seconds (simulated speeds).
     """
 
     program: Program
     workers: Workers
     clocks: Clocks
     batch: int
-    capacity: Whole = None
+    capacity: PerWorker = None
     quantum: int = 1
     priced_by_rows: bool = False
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What all engines have in common.
+    """Base class of the engine specifications.
 
     Args:
-        max_rows: most rows that a worker computes at once; one number, or one per worker. Default: no limit.
+        max_rows: Most rows that a worker computes at once; one number, or one per worker. Default: no limit.
     """
 
-    max_rows: Whole = None
+    max_rows: PerWorker = None
     name: ClassVar[str]
 
     def resolve(self, workers: Workers, exact_sync: bool) -> tuple[EngineSpec, str]:
-        """The engine to build for these workers, and why."""
+        """The specification to build for these workers, and the reason for it."""
         if len(workers.kinds) > 1:
             raise ValueError(
-                f"The {self.name} engine is one program over all workers, which XLA refuses over unlike devices "
-                f"({', '.join(workers.kinds)}). Use engine='chunked' (or 'auto')."
+                f"The {self.name} engine is one program over all workers, which XLA cannot compile for devices of "
+                f"several kinds ({', '.join(workers.kinds)}). Use engine='chunked' (or 'auto')."
             )
-        return self, "as asked"
+        return self, "as requested"
 
-    def build(self, site: Site) -> Engine:
-        """Compile the engine for a site."""
+    def build(self, context: EngineContext) -> Engine:
+        """Build the engine: compile its programs."""
         raise NotImplementedError
 
-    def _capacities(self, site: Site, default: int) -> np.ndarray:
-        batch, quantum = site.batch, site.quantum
-        capacity_W = per_worker("capacity", site.capacity, min(default, batch), site.workers)
+    def _capacities(self, context: EngineContext, default: int) -> np.ndarray:
+        batch, quantum = context.batch, context.quantum
+        capacity_W = per_worker("capacity", context.capacity, min(default, batch), context.workers)
         capacity_W = np.minimum(-(-capacity_W // quantum) * quantum, -(-batch // quantum) * quantum)
         if capacity_W.sum() < batch:
             raise ValueError(
@@ -78,25 +78,22 @@ class EngineSpec:
             )
         return capacity_W
 
-    def _one_buffer(self, site: Site, factor: int) -> tuple[int, int]:
-        """The capacity of an engine with one buffer size for all workers, and its most rows at once.
-
-        The capacity defaults to `factor` equal shares.
-        """
-        smallest = int(self._capacities(site, factor * -(-site.batch // len(site.workers))).min())
-        most = int(per_worker("max_rows", self.max_rows, smallest, site.workers).min())
-        if most < site.quantum:
+    def _one_buffer(self, context: EngineContext, factor: int) -> tuple[int, int]:
+        """Capacity (default: `factor` equal shares) and largest microbatch of an engine with one buffer size."""
+        smallest = int(self._capacities(context, factor * -(-context.batch // len(context.workers))).min())
+        most = int(per_worker("max_rows", self.max_rows, smallest, context.workers).min())
+        if most < context.quantum:
             raise ValueError(
-                f"max_rows {self.max_rows} is less than the {site.quantum} samples that belong together. Raise it."
+                f"max_rows {self.max_rows} is less than the quantum, {context.quantum} samples. Raise max_rows."
             )
-        return smallest, most // site.quantum * site.quantum
+        return smallest, most // context.quantum * context.quantum
 
-    def _check_buffer(self, site: Site, buffer: int, what: str) -> None:
-        if buffer * len(site.workers) < site.batch:
+    def _check_buffer(self, context: EngineContext, buffer: int, what: str) -> None:
+        if buffer * len(context.workers) < context.batch:
             raise ValueError(
                 f"The {self.name} engine has one buffer size for all workers, the smallest {what}: {buffer} x "
-                f"{len(site.workers)} workers is less than batch_size {site.batch}. Raise the smallest one, or use "
-                "'chunked'."
+                f"{len(context.workers)} workers is less than batch_size {context.batch}. Raise it, or use "
+                "engine='chunked'."
             )
 
 
@@ -113,9 +110,8 @@ class Auto(EngineSpec):
             return Chunked(self.max_rows), f"the workers are of {len(workers.kinds)} kinds"
         if workers.devices[0].platform == "cpu":
             return Chunked(self.max_rows), "XLA's loops are slow for convolutions on CPU"
-        return Looped(
-            self.max_rows
-        ), f"all workers are {workers.kinds[0]}: one program whose trip count follows the count"
+        reason = f"all workers are {workers.kinds[0]}: one program whose trip count follows the count"
+        return Looped(self.max_rows), reason
 
 
 @dataclass(frozen=True)
@@ -136,21 +132,21 @@ class Chunked(EngineSpec):
         check_rungs(self.rungs)
 
     def resolve(self, workers: Workers, exact_sync: bool) -> tuple[EngineSpec, str]:
-        return self, "as asked"
+        return self, "as requested"
 
-    def build(self, site: Site) -> Engine:
-        """A worker may get the whole batch unless `capacity` says less."""
-        capacity_W = self._capacities(site, site.batch)
+    def build(self, context: EngineContext) -> Engine:
+        """The capacity defaults to the whole batch."""
+        capacity_W = self._capacities(context, context.batch)
         return ChunkedEngine(
-            site.program,
-            site.workers,
-            site.clocks,
+            context.program,
+            context.workers,
+            context.clocks,
             capacity_W=capacity_W,
-            max_rows_W=per_worker("max_rows", self.max_rows, int(capacity_W.max()), site.workers),
-            quantum=site.quantum,
+            max_rows_W=per_worker("max_rows", self.max_rows, int(capacity_W.max()), context.workers),
+            quantum=context.quantum,
             rungs=self.rungs,
             complete=self.complete,
-            priced_by_rows=site.priced_by_rows,
+            priced_by_rows=context.priced_by_rows,
         )
 
 
@@ -166,13 +162,13 @@ class Looped(EngineSpec):
     micro: int | None = None
     name: ClassVar[str] = "looped"
 
-    def build(self, site: Site) -> Engine:
-        """The capacity defaults to four times an equal share, as its buffer only costs memory."""
-        smallest, most = self._one_buffer(site, 4)
-        self._check_buffer(site, smallest, "capacity")
+    def build(self, context: EngineContext) -> Engine:
+        """The capacity defaults to four times an equal share: an unused buffer only costs memory."""
+        smallest, most = self._one_buffer(context, 4)
+        self._check_buffer(context, smallest, "capacity")
         micro = min(self.micro or max(16, smallest // 16), most)
         return LoopedEngine(
-            site.program, site.workers, site.clocks, capacity=smallest, micro=micro, quantum=site.quantum
+            context.program, context.workers, context.clocks, capacity=smallest, micro=micro, quantum=context.quantum
         )
 
 
@@ -185,18 +181,20 @@ class Masked(EngineSpec):
 
     name: ClassVar[str] = "masked"
 
-    def build(self, site: Site) -> Engine:
-        """The capacity defaults to twice an equal share, as it computes its whole buffer at once."""
-        smallest = min(self._one_buffer(site, 2))
-        self._check_buffer(site, smallest, "capacity or max_rows")
-        return MaskedEngine(site.program, site.workers, site.clocks, capacity=smallest, quantum=site.quantum)
+    def build(self, context: EngineContext) -> Engine:
+        """The capacity defaults to twice an equal share: the whole buffer is always computed."""
+        smallest = min(self._one_buffer(context, 2))
+        self._check_buffer(context, smallest, "capacity or max_rows")
+        return MaskedEngine(
+            context.program, context.workers, context.clocks, capacity=smallest, quantum=context.quantum
+        )
 
 
 ENGINES: dict[str, type[EngineSpec]] = {spec.name: spec for spec in (Auto, Chunked, Looped, Masked)}
 
 
 def as_spec(engine: str | EngineSpec) -> EngineSpec:
-    """The engine of this name, or the object as it is."""
+    """The specification of this name; a specification is returned unchanged."""
     if isinstance(engine, EngineSpec):
         return engine
     if not isinstance(engine, str) or engine not in ENGINES:
@@ -207,13 +205,13 @@ def as_spec(engine: str | EngineSpec) -> EngineSpec:
     return ENGINES[engine]()
 
 
-def per_worker(what: str, given: Whole, default: int, workers: Workers) -> np.ndarray:
-    """One whole number per worker from one number, a list, or the default."""
+def per_worker(what: str, given: PerWorker, default: int, workers: Workers) -> np.ndarray:
+    """One integer per worker from one number, a list, or the default. Entries of lost processes are dropped."""
     several = list(given) if isinstance(given, list | tuple | np.ndarray) else [default if given is None else given]
     values = [whole(what, value, 1, MOST_SAMPLES) for value in several]
     values = [values[entry] for entry in kept_entries(len(values), len(workers))]
     if len(values) not in (1, len(workers)):
         raise ValueError(
-            f"{what} lists {len(values)} numbers for {len(workers)} workers: give one number, or one for each."
+            f"{what} lists {len(values)} numbers for {len(workers)} workers: give one number, or one per worker."
         )
     return np.broadcast_to(np.array(values, np.int64), (len(workers),)).copy()

@@ -1,14 +1,14 @@
-"""The two engines that are one `shard_map` program over all workers: masked and looped.
+"""The masked and the looped engine: one `shard_map` program over all workers.
 
-Both work on a fixed buffer [workers, capacity, ...] and differ only in how a worker goes through its part:
+Both use a fixed buffer [workers, capacity, ...] and differ in how a worker processes its part:
 
-    masked   all rows at once, the invalid ones masked: the plainest form, whose time does not fall with the count;
-             the only engine where a model may talk across workers inside the forward pass.
-    looped   a loop over micro-batches with ceil(count / micro) trips, gradients taken inside the body: the work
-             follows the count. For GPU and TPU, and for matmul models on CPU.
+    masked   All rows at once, with padding masked: the simplest form, whose time does not fall with the count. The only
+             engine in which a model may communicate across workers in the forward pass.
+    looped   A loop over microbatches with ceil(count / micro) trips and gradients inside the body, so work follows the
+             count. For GPU and TPU, and for matmul models on CPU.
 
-`check_vma=False`: with it, a gradient with respect to replicated parameters stays each worker's own, without a hidden
-sum over the axis (which inside a loop of unequal trips would wait for ever), and any user's scan or loop just works.
+With `check_vma=False`, the gradient with respect to replicated parameters stays local to each worker: there is no
+implicit psum, which would deadlock in a loop of unequal trip counts, and scans and loops of the user's model work.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Tree = Any
 
 
 class Spmd:
-    """What masked and looped share: the buffer, the program over the mesh, and a waiter per worker."""
+    """Base class: the buffer and the program over the mesh; the subclasses define the sums of one worker."""
 
     name: str
     compiling = False
@@ -48,11 +48,11 @@ class Spmd:
         self.program, self.workers, self.clocks = program, workers, clocks
         self.capacity, self.buffer, self.quantum = capacity, buffer, quantum
         self.axis = SyncAxis(AXIS)
-        held = P(AXIS) if program.own_parameters else P()
+        params_spec = P(AXIS) if program.own_parameters else P()
         body = jax.shard_map(
             self._on_worker,
             mesh=workers.mesh,
-            in_specs=(held, held, P(AXIS), P(AXIS)),
+            in_specs=(params_spec, params_spec, P(AXIS), P(AXIS)),
             out_specs=P(AXIS),
             check_vma=False,
         )
@@ -70,16 +70,17 @@ class Spmd:
     def _on_worker(self, params: Tree, model_state: Tree, rows_1: Tree, ctl_1: jax.Array) -> Parts:
         rows, ctl = jax.tree.map(lambda x: x[0], (rows_1, ctl_1))
         parts = self._sums(params, model_state, rows, ctl)
-        some = ctl[COUNT] > 0  # a worker without samples adds nothing, whatever lies in its buffer
-        return tuple(jnp.where(some, part, 0)[None] for part in parts)
+        busy = ctl[COUNT] > 0  # a worker without samples adds zero, whatever its buffer holds
+        return tuple(jnp.where(busy, part, 0)[None] for part in parts)
 
     def _sums(self, params: Tree, model_state: Tree, rows: Tree, ctl: jax.Array) -> Parts:
         raise NotImplementedError
 
     def _work(self, count: int) -> int:
+        """Rows computed for a count."""
         raise NotImplementedError
 
-    minimum = 0  # samples that every worker gets at least
+    minimum = 0  # smallest count of a worker
 
     @cached_property
     def _limits(self) -> Limits:
@@ -108,25 +109,27 @@ class Spmd:
 
     def start(self, replicas: Replicas, packed: tuple[list[int], Tree, jax.Array]) -> list[Future[LocalResult]]:
         rows_of, rows, ctl = packed
-        jax.block_until_ready(replicas.ready_w)  # a call on busy CPU devices would block until it is over, unseen
+        jax.block_until_ready(replicas.ready_w)  # a call on busy CPU devices would block unnoticed
         began = time.perf_counter()
         parts = self._run(*replicas.on_mesh(), rows, ctl)
         own = enumerate(zip(rows_of, self.workers.copies(parts), strict=True))
-        return self.clocks.start([partial(self.clocks.lap, k, n, began, sums) for k, (n, sums) in own])
+        return self.clocks.start([partial(self.clocks.finish, k, n, began, sums) for k, (n, sums) in own])
 
     def grow(self, counts_W: np.ndarray) -> None:
-        """One program serves all counts."""
+        """Does nothing: one program serves all counts."""
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Does nothing: there are no threads."""
 
 
 class MaskedEngine(Spmd):
+    """Computes the whole buffer and masks the padding."""
+
     name = "masked"
 
     def __init__(self, program: Program, workers: Workers, clocks: Clocks, *, capacity: int, quantum: int = 1):
         buffer = -(-capacity // quantum) * quantum
-        self.minimum = quantum  # it computes its whole buffer anyway: no samples would not mean no time
+        self.minimum = quantum  # the whole buffer is computed anyway: an idle worker would save no time
         super().__init__(program, workers, clocks, capacity=capacity, buffer=buffer, quantum=quantum)
 
     def _sums(self, params: Tree, model_state: Tree, rows: Tree, ctl: jax.Array) -> Parts:
@@ -138,6 +141,8 @@ class MaskedEngine(Spmd):
 
 
 class LoopedEngine(Spmd):
+    """Loops over as many microbatches as the count needs."""
+
     name = "looped"
 
     def __init__(

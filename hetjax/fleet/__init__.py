@@ -1,4 +1,4 @@
-"""Several processes as one run: how they meet, who belongs to it, and what they agree on."""
+"""Several processes as one run: how they connect, which are members, and what they agree on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["ProcessInfo", "initialize", "leave"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load `distributed` when first used: the launcher imports from this package without JAX."""
+    """Import `distributed` on first use: the launcher imports this package without JAX."""
     if name in __all__:
         from hetjax.fleet import distributed
 

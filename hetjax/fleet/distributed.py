@@ -1,10 +1,10 @@
-"""Several processes as one run: where to meet, who is who, and how to leave; all of it by `jax.distributed`.
+"""Join several processes into one run, and leave it, on top of `jax.distributed`.
 
-    here = initialize()                                             # launcher, srun, mpirun, Kubernetes, Cloud TPU
-    here = initialize("host0:29500", processes=4, process=1)        # by hand, on every host
+    info = initialize()                                             # launcher, srun, mpirun, Kubernetes, Cloud TPU
+    info = initialize("host0:29500", processes=4, process=1)        # by hand, on every host
 
-Comes before the first use of JAX's devices. A single process needs nothing and gets nothing. What can go wrong while
-processes find each other is said in a sentence within seconds, where JAX itself would wait for minutes or abort.
+Call it before JAX's devices are first used. For a single process it does nothing. Mistakes in the setup are reported
+within seconds, where `jax.distributed` would wait for minutes or abort.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from hetjax.fleet.rendezvous import (
 )
 
 _BY_HAND = ("its arguments", "the launcher")
-_ROLL = "hetjax/processes"
-_SILENT = 5.0  # seconds of waiting about which nothing is said
+_COUNTS = "hetjax/processes"  # key prefix and barrier in the key-value store of jax.distributed
+_SILENT = 5.0  # seconds of waiting before a message
 
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """Which process this is, of how many, and how that was found out."""
+    """Index of this process, number of processes, and where both came from."""
 
     process: int = 0
     processes: int = 1
@@ -47,7 +47,7 @@ class ProcessInfo:
 
     @property
     def first(self) -> bool:
-        """Whether this is the process that talks and writes."""
+        """Whether this is process 0, which prints and writes files."""
         return self.process == 0
 
 
@@ -61,57 +61,67 @@ def initialize(
     wait_limit: float = 600.0,
     heartbeat_limit: float = 20.0,
 ) -> ProcessInfo:
-    """Join the other processes, if there are any; called once, before JAX's devices are used.
+    """Join the other processes of the run, if any. Call once, before JAX's devices are used.
 
-    coordinator      HOST:PORT where process 0 is met; all processes give the same
-    processes        how many there are; process: which one this is, from 0
-    bind             HOST:PORT that process 0 listens on (default: the coordinator's address)
-    start_limit      seconds until all have to be there
-    wait_limit       seconds that a collective may wait for a process; then the program ends
-    heartbeat_limit  seconds after which a silent process counts as dead and all others end
-
-    What is left out comes from the variables that `python -m hetjax launch` sets (HETJAX_COORDINATOR,
+    Omitted arguments are taken from the variables that `python -m hetjax launch` sets (HETJAX_COORDINATOR,
     HETJAX_PROCESSES, HETJAX_PROCESS, HETJAX_BIND), else from Slurm, Open MPI, Kubernetes or Cloud TPU.
+
+    Args:
+        coordinator: HOST:PORT of process 0; the same in all processes.
+        processes: Number of processes.
+        process: Index of this process, from 0.
+        bind: HOST:PORT that process 0 listens on. Default: the coordinator's address.
+        start_limit: Seconds within which all processes must connect.
+        wait_limit: Seconds that a collective may wait for a process before the program ends.
+        heartbeat_limit: Seconds after which a silent process counts as dead and all others end.
+
+    Returns:
+        Which process this is.
+
+    Raises:
+        ValueError: Arguments are missing or invalid, or processes disagree about their number.
+        OSError: Process 0 cannot listen, or cannot be reached.
+        RuntimeError: Called twice.
     """
-    place = find_place(coordinator, processes, process, os.environ)
-    if place.processes == 1:
-        return place
+    info = find_process(coordinator, processes, process, os.environ)
+    if info.processes == 1:
+        return info
     if not 0 < start_limit < math.inf:
-        raise ValueError(f"The limit on the start is {start_limit} s: give more than 0, such as 60.")
+        raise ValueError(f"start_limit is {start_limit} s: give more than 0, such as 60.")
     if jax.distributed.is_initialized():
-        raise RuntimeError("initialize() was called before: once is enough, at the start of the program.")
+        raise RuntimeError("initialize() was called twice: call it once, at the start of the program.")
     _limit_collectives(wait_limit)
-    assert place.coordinator is not None
+    assert info.coordinator is not None
     bind = bind or os.environ.get(BIND)
-    if place.first and bind is not None:
+    if info.first and bind is not None:
         check_free(bind)
-    elif place.first:
-        bind = address_to_bind(place.coordinator)
+    elif info.first:
+        bind = address_to_bind(info.coordinator)
     else:
-        with _said_when_slow(f"for process 0 at {place.coordinator}, for at most {start_limit:g} s", place):
-            wait_until_reachable(place.coordinator, start_limit)
-    _gloo_on(own_address_towards(place.coordinator))
+        with _message_if_slow(f"for process 0 at {info.coordinator}, for at most {start_limit:g} s", info):
+            wait_until_reachable(info.coordinator, start_limit)
+    _gloo_on(own_address_towards(info.coordinator))
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    told = f"at {place.coordinator} until all {place.processes} are there, for at most {start_limit:g} s"
-    with _said_when_slow(told, place), _impatience(place, start_limit):
+    waiting = f"at {info.coordinator} for all {info.processes} processes, for at most {start_limit:g} s"
+    with _message_if_slow(waiting, info), _exit_after(info, start_limit):
         jax.distributed.initialize(
-            place.coordinator,
-            place.processes,
-            place.process,
-            initialization_timeout=int(start_limit) + 60,  # JAX aborts then; ours comes first, with a sentence
-            cluster_detection_method="deactivate" if place.source in _BY_HAND else None,  # else: a GPU for each process
+            info.coordinator,
+            info.processes,
+            info.process,
+            initialization_timeout=int(start_limit) + 60,  # JAX aborts then; ours comes first, with a message
+            cluster_detection_method="deactivate" if info.source in _BY_HAND else None,  # else: one GPU per process
             coordinator_bind_address=bind,
             heartbeat_timeout_seconds=max(1, int(heartbeat_limit)),
             shutdown_timeout_seconds=max(1, int(wait_limit)),
         )
-        _agree_on_number(place, start_limit)
-    return place
+        _agree_on_number(info, start_limit)
+    return info
 
 
-def find_place(
+def find_process(
     coordinator: str | None, processes: int | None, process: int | None, environment: Mapping[str, str]
 ) -> ProcessInfo:
-    """Who this process is, by arguments, then by the launcher's variables, then by the cluster it runs in."""
+    """Identify this process by arguments, else by the launcher's variables, else by the cluster."""
     source = _BY_HAND[1] if coordinator is None and processes is None and process is None else _BY_HAND[0]
     coordinator = environment.get(COORDINATOR) if coordinator is None else coordinator
     processes = _whole(environment, PROCESSES) if processes is None else processes
@@ -135,11 +145,11 @@ def find_place(
     ]
     if coordinator is None or processes is None or process is None:
         raise ValueError(
-            f"To join several processes, their coordinator (HOST:PORT), the number of processes and which one this is "
-            f"are needed; {' and '.join(missing)} was not given and no cluster was found that says it."
+            "Several processes need a coordinator (HOST:PORT), the number of processes and the index of this process; "
+            f"{' and '.join(missing)} was not given, and no cluster was detected that provides it."
         )
     if processes < 1:
-        raise ValueError(f"The number of processes is {processes}: give at least 1.")
+        raise ValueError(f"The number of processes is {processes}: expected at least 1.")
     if not 0 <= process < processes:
         raise ValueError(f"Process {process} of {processes}: processes are numbered from 0 to {processes - 1}.")
     split_address(coordinator)
@@ -147,15 +157,15 @@ def find_place(
 
 
 def detected_cluster(environment: Mapping[str, str]) -> Any:
-    """The class by which JAX knows the cluster that this process runs in; None outside of one.
+    """JAX's class for the cluster that this process runs in; None outside of a cluster.
 
-    A pod of Kubernetes is one only if it belongs to an indexed job; elsewhere it may be a notebook. Without the package
-    by which JAX asks Kubernetes about the job, every pod would train alone.
+    A Kubernetes pod counts only if it belongs to an indexed job; others may be notebooks. Without the package that JAX
+    uses to query Kubernetes, every pod would train alone, so that is an error.
     """
     from jax._src.clusters import ClusterEnv
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the hint to install a package for Kubernetes, in any pod
+        warnings.simplefilter("ignore")  # JAX hints in every pod to install a package for Kubernetes
         for cluster in ClusterEnv._cluster_types:
             if cluster.__name__ == "K8sCluster" and "JOB_COMPLETION_INDEX" not in environment:
                 continue
@@ -165,15 +175,15 @@ def detected_cluster(environment: Mapping[str, str]) -> Any:
         return _OpenMpi5
     if "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment:
         raise ValueError(
-            f"This is pod {environment['JOB_COMPLETION_INDEX']} of an indexed job of Kubernetes, and the package is "
-            "missing by which it finds the others: pip install 'jax[k8s]'. Or say who is who (coordinator, number of "
-            "processes, which one this is); with 1 process every pod trains on its own."
+            f"This is pod {environment['JOB_COMPLETION_INDEX']} of an indexed job of Kubernetes, but the package "
+            "to find the other pods is missing: pip install 'jax[k8s]'. Or give coordinator, number of processes and "
+            "index of this process; with 1 process every pod trains alone."
         )
     return None
 
 
 class _OpenMpi5:
-    """Open MPI from version 5 on, which JAX does not detect: it does not say where the first process is."""
+    """Open MPI 5 and later, which JAX does not detect: it does not provide the address of process 0."""
 
     name = "ompi"
 
@@ -188,23 +198,31 @@ class _OpenMpi5:
     @staticmethod
     def get_coordinator_address(timeout: int, port: str | None) -> str:
         raise ValueError(
-            "This version of Open MPI does not say where process 0 runs: pass its address to all processes, "
+            "This version of Open MPI does not provide the address of process 0: pass it to all processes, "
             "`mpirun -x HETJAX_COORDINATOR=HOST:PORT ...` or --coordinator HOST:PORT."
         )
 
 
 def leave(code: int, together: bool) -> NoReturn:
-    """End this process with an exit code.
+    """Exit this process.
 
-    `together`: the end was agreed on, so wait for the others, at most as long as the wait limit and not at all for
-    dead ones. Otherwise end at once: after an error the others may sit in a collective that waits for this process,
-    and threads or JAX's own goodbye would wait for them.
+    Args:
+        code: Exit code.
+        together: All processes end now, so wait for the others, up to the wait limit. Otherwise exit at once: after an
+            error, other processes may be blocked in a collective with this one, and JAX's shutdown would wait for them.
     """
     sys.stdout.flush()
     sys.stderr.flush()
     if together or not jax.distributed.is_initialized():
-        sys.exit(code)  # JAX says goodbye when Python ends
+        sys.exit(code)  # JAX shuts down when Python exits
     os._exit(code)
+
+
+def coordination_client() -> Any:
+    """The client of `jax.distributed`: key-value store and barriers, for which JAX has no public name."""
+    from jax._src.distributed import global_state
+
+    return global_state.client
 
 
 def _whole(environment: Mapping[str, str], name: str) -> int | None:
@@ -218,7 +236,7 @@ def _whole(environment: Mapping[str, str], name: str) -> int | None:
 
 
 def _limit_collectives(seconds: float) -> None:
-    """XLA's limits on waiting inside a CPU collective, unless XLA_FLAGS say otherwise already."""
+    """Set XLA's timeouts of CPU collectives unless XLA_FLAGS sets them."""
     flags, limit = os.environ.get("XLA_FLAGS", ""), max(1, int(seconds))
     for name, value in (
         ("xla_cpu_collective_timeout_seconds", limit),
@@ -231,46 +249,44 @@ def _limit_collectives(seconds: float) -> None:
 
 
 def _gloo_on(host: str) -> None:
-    """Let the CPU's collectives listen on the address that leads to the coordinator.
+    """Let gloo, which runs the CPU collectives, listen on the address that leads to the coordinator.
 
-    By itself gloo takes what the host's name resolves to: on some hosts that is 127.0.1.1, which the others cannot
-    reach, on others it is a public address, where nobody should be let in to a run on loopback.
+    By default gloo uses what the host name resolves to: on some hosts that is 127.0.1.1, which other hosts cannot
+    reach; on others a public address, which would expose a run on loopback.
     """
-    from jax._src import distributed, xla_bridge
+    from jax._src import xla_bridge
     from jax._src.lib import _jax
     from jax.extend.backend import register_backend_factory
 
     def make() -> Any:
-        client = distributed.global_state.client
+        client = coordination_client()
         return xla_bridge.make_cpu_client(_jax.make_gloo_tcp_collectives(distributed_client=client, hostname=host))
 
     register_backend_factory("cpu", make, priority=0, fail_quietly=False)
 
 
-def _agree_on_number(place: ProcessInfo, limit: float) -> None:
-    """All compare with process 0 how many they think there are: JAX would wait for those that nobody started."""
-    from jax._src.distributed import global_state
-
-    client: Any = global_state.client
-    client.key_value_set(f"{_ROLL}/{place.process}", str(place.processes))
-    others = range(1, place.processes) if place.first else (0,)
-    told = {i: int(client.blocking_key_value_get(f"{_ROLL}/{i}", int(limit * 1000))) for i in others}
-    client.wait_at_barrier(_ROLL, int(limit * 1000))  # all have read
-    for other, number in told.items():
-        if number != place.processes:
-            if place.first:
-                time.sleep(1.0)  # its end aborts the others, who have something to say as well
+def _agree_on_number(info: ProcessInfo, limit: float) -> None:
+    """Compare the number of processes with process 0: JAX would wait for processes that do not exist."""
+    client = coordination_client()
+    client.key_value_set(f"{_COUNTS}/{info.process}", str(info.processes))
+    others = range(1, info.processes) if info.first else (0,)
+    counts = {i: int(client.blocking_key_value_get(f"{_COUNTS}/{i}", int(limit * 1000))) for i in others}
+    client.wait_at_barrier(_COUNTS, int(limit * 1000))  # all have read the counts
+    for other, number in counts.items():
+        if number != info.processes:
+            if info.first:
+                time.sleep(1.0)  # its exit aborts the others, which have a message to print as well
             raise ValueError(
-                f"Process {place.process} was told that there are {place.processes} processes, process {other} that "
-                f"there are {number}. Start all with the same number."
+                f"Process {info.process} expects {info.processes} processes, process {other} expects {number}. Start "
+                "all with the same number."
             )
 
 
 @contextmanager
-def _said_when_slow(what: str, place: ProcessInfo) -> Iterator[None]:
-    """Tells once for what the body waits, if it waits for long."""
-    told = f"Process {place.process} waits {what}."
-    timer = threading.Timer(_SILENT, print, (told,), {"file": sys.stderr, "flush": True})
+def _message_if_slow(what: str, info: ProcessInfo) -> Iterator[None]:
+    """Print once what the body waits for, if it takes long."""
+    message = f"Process {info.process} waits {what}."
+    timer = threading.Timer(_SILENT, print, (message,), {"file": sys.stderr, "flush": True})
     timer.daemon = True
     timer.start()
     try:
@@ -279,19 +295,19 @@ def _said_when_slow(what: str, place: ProcessInfo) -> Iterator[None]:
         timer.cancel()
 
 
-class _impatience:
-    """Ends the program with a sentence if the body takes longer than the limit: JAX's connect cannot be interrupted."""
+class _exit_after:
+    """Exit with a message if the body exceeds the limit: connecting in JAX cannot be interrupted."""
 
-    def __init__(self, place: ProcessInfo, limit: float):
-        self.place, self.limit = place, limit
+    def __init__(self, info: ProcessInfo, limit: float):
+        self.info, self.limit = info, limit
         self.timer = threading.Timer(limit, self._end)
         self.timer.daemon = True
 
     def _end(self) -> None:
         print(
-            f"error: Not all {self.place.processes} processes came to {self.place.coordinator} within "
-            f"{self.limit:.0f} s; this is process {self.place.process}. Check that every one was started, with the "
-            "same number of processes and a number of its own.",
+            f"error: Not all {self.info.processes} processes connected to {self.info.coordinator} within "
+            f"{self.limit:.0f} s; this is process {self.info.process}. Check that all were started, with the same "
+            "number of processes and different indices.",
             file=sys.stderr,
             flush=True,
         )

@@ -1,4 +1,4 @@
-"""Members of an elastic run: which launched processes are left, and which entries of a per-worker list are theirs."""
+"""Members of an elastic run: which entries of a per-worker list belong to the surviving processes."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from hetjax.environment import LOST, PROCESSES
 
 
 def kept_entries(entries: int, workers: int, environment: Mapping[str, str] = os.environ) -> list[int]:
-    """Positions of the entries of a per-worker list that belong to the workers that are left.
+    """Positions of the entries of a per-worker list that belong to the surviving workers.
 
-    A per-worker list is written for all processes that were launched, each with the same number of workers. Entries
-    belong to members, not to positions: after the loss of process 1 of 3, a list of 3 keeps the entries 0 and 2.
+    A per-worker list has entries for all launched processes, each with the same number of workers. Entries belong to
+    members, not to positions: after process 1 of 3 is lost, a list of 3 keeps entries 0 and 2.
 
     Args:
-        entries: the length of the list.
-        workers: the number of workers there are now.
-        environment: the variables of this process; `HETJAX_LOST` names the processes that were lost.
+        entries: Length of the list.
+        workers: Current number of workers.
+        environment: Environment variables; `HETJAX_LOST` names the lost processes.
 
     Returns:
-        The positions, in order. All of them where no process was lost, or where the list does not belong to the
-        launched processes; whether it is of the right length is for the caller to check.
+        The positions, in order; all of them if no process was lost or the list does not match the launched processes.
+        The caller checks the length.
     """
     lost = {int(member) for member in environment.get(LOST, "").split(",") if member}
     everything = list(range(entries))

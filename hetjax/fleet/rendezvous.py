@@ -1,4 +1,4 @@
-"""The address where processes find each other: read, checked to be free, waited for, with sentences for people."""
+"""The coordinator address where processes meet: parse it, check that it is free, wait until it is reachable."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger("hetjax")
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """HOST:PORT or [HOST]:PORT as host and port."""
+    """Parse HOST:PORT or [HOST]:PORT."""
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
@@ -23,7 +23,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address can be reached from this machine only."""
+    """Whether an address is reachable from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -31,7 +31,7 @@ def is_loopback(host: str) -> bool:
 
 
 def own_address_towards(address: str) -> str:
-    """This machine's address on the way to another one; loopback for loopback. Nothing is sent."""
+    """The local address used to reach `address`; loopback for loopback. Sends nothing."""
     host, port = split_address(address)
     with socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
         probe.connect((_resolved(host), port))
@@ -39,19 +39,19 @@ def own_address_towards(address: str) -> str:
 
 
 def address_to_bind(coordinator: str) -> str:
-    """Where process 0 listens: on the coordinator's address, and on no other one of this machine.
+    """The address that process 0 listens on: the coordinator's, and no other one of this machine.
 
-    A name that this machine knows as loopback only, as many know their own, says nothing about where others look for
-    it: then that is all addresses, with a warning.
+    Many machines resolve their own name to loopback only. Other hosts cannot reach that, so process 0 then listens on
+    all addresses, with a warning.
 
     Args:
-        coordinator: HOST:PORT, as all processes were given it.
+        coordinator: HOST:PORT as given to all processes.
 
     Returns:
-        HOST:PORT with an address of this machine that is free.
+        HOST:PORT with a free address of this machine.
 
     Raises:
-        OSError: nothing can listen there.
+        OSError: The address cannot be listened on.
     """
     host, port = split_address(coordinator)
     names = [host] if is_loopback(host) else [name for name in _addresses(host) if not is_loopback(name)]
@@ -60,7 +60,7 @@ def address_to_bind(coordinator: str) -> str:
         found = [f"0.0.0.0:{port}"]
         log.warning(
             "%s is a loopback address on this machine, so process 0 listens on all addresses. Give the address by "
-            "which the others reach it as a number, or set %s.", host, BIND,
+            "which other hosts reach it in numeric form, or set %s.", host, BIND,
         )  # fmt: skip
     refusal = None
     for address in found:
@@ -71,18 +71,18 @@ def address_to_bind(coordinator: str) -> str:
         else:
             return address
     raise OSError(
-        f"{refusal} If its connections are forwarded to this machine, say where to listen by {BIND}=HOST:PORT."
+        f"{refusal} If connections are forwarded to this machine, set {BIND}=HOST:PORT to the address to listen on."
     ) from refusal
 
 
 def free_port(host: str) -> int:
-    """A port of this machine's address that nobody listens on."""
+    """A free port on an address of this machine."""
     with _server(host, 0) as server:
         return int(server.getsockname()[1])
 
 
 def check_free(address: str) -> None:
-    """Raise an OSError that says so if nothing can listen there: a port in use, another machine's address."""
+    """Raise OSError if the address cannot be listened on: its port is in use, or it belongs to another machine."""
     _server(*split_address(address)).close()
 
 
@@ -90,30 +90,30 @@ def _server(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((_resolved(host), port), family=_family(host))
     except PermissionError as error:
-        raise OSError(f"Port {port} needs privileges: take one from 1024 up.") from error
+        raise OSError(f"Port {port} needs privileges: use 1024 or above.") from error
     except OSError as error:
         raise OSError(
-            f"Process 0 cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}. Is the port taken, perhaps by "
-            "a run that is still there, or is the address another machine's? Give another one."
+            f"Process 0 cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}. The port may be in use, "
+            "for example by an earlier run, or the address may belong to another machine. Use another one."
         ) from error
 
 
 def wait_until_reachable(address: str, limit: float) -> None:
-    """Return when something listens there; raise a TimeoutError after `limit` seconds, at once for unknown names."""
+    """Wait until the address accepts connections; TimeoutError after `limit` s, ValueError for unknown names."""
     host, port = split_address(address)
     _resolved(host)
-    deadline, why = time.monotonic() + limit, "no answer"
+    deadline, reason = time.monotonic() + limit, "no answer"
     while (left := deadline - time.monotonic()) > 0:
         try:
             socket.create_connection((host, port), timeout=max(0.1, min(5.0, left))).close()
         except OSError as error:
-            why = error.strerror or str(error) or "no answer"
+            reason = error.strerror or str(error) or "no answer"
             time.sleep(min(0.1, max(0.0, left)))
         else:
             return
     raise TimeoutError(
-        f"The coordinator {address} cannot be reached: {why}, for {limit:.0f} s. Check that process 0 was started and "
-        "the address, port and firewall."
+        f"The coordinator {address} cannot be reached: {reason}, for {limit:.0f} s. Check that process 0 is running, "
+        "and the address, port and firewall."
     )
 
 
@@ -126,7 +126,7 @@ def _addresses(host: str) -> list[str]:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         return list(dict.fromkeys(str(address[0]) for *_, address in found))
     except socket.gaierror as error:
-        raise ValueError(f"The host {host!r} is not known here ({error.strerror}).") from error
+        raise ValueError(f"The host {host!r} is not known on this machine ({error.strerror}).") from error
 
 
 def _family(host: str) -> socket.AddressFamily:

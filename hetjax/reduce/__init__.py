@@ -1,1 +1,1 @@
-"""The reduce phase: one sum over all workers, then the update."""
+"""The reduce phase: one all-reduce per step, then the update."""

@@ -1,4 +1,4 @@
-"""The protocol of a reduce: how the sums of one step move the parameters on, and what the workers read next."""
+"""The protocol of a reduce: turns the sums of one step into the parameters that workers read in the next."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Replicas:
-    """Parameters and model state as this process's workers read them in one step."""
+    """Parameters and model state as the workers of this process read them in one step."""
 
-    leaves_w: list[list[jax.Array]]  # on each worker's own device; leaves, because trees are slow to take apart
-    ready_w: list[jax.Array]  # an array of each worker that is ready when its leaves are
-    on_mesh: Callable[[], Tree]  # the same as global arrays, for engines that are one program over all workers
+    leaves_w: list[list[jax.Array]]  # on each worker's device; leaves, because flattening trees is slow
+    ready_w: list[jax.Array]  # one array per worker that is ready when its leaves are
+    on_mesh: Callable[[], Tree]  # the same values as global arrays, for SPMD engines
 
 
 def own_slots(
     seconds: float | None, rows: int, checksum: int, stop: bool = False, save: bool = False, left: int = MANY
 ) -> list[float]:
-    """What the host says of one worker: it travels with the worker's sums (see `SLOTS`)."""
+    """The values that the host of a worker adds to its sums, in the order of `SLOTS`."""
     return [-1.0 if seconds is None else round(seconds * 1e6), rows, checksum, stop, save, left]
 
 
 class Reduce(Protocol):
-    """Moves what the devices hold on by one step: (core, parts, slots) -> (core, tail).
+    """Reduces and updates: (core, parts, slots) -> (core, tail).
 
-    A reduce holds programs, not parameters: the caller keeps `core` from step to step and gives it up with every call,
-    for its buffers are donated.
+    A reduce holds programs, not parameters. The caller keeps `core` and passes it to every call, which donates its
+    buffers.
     """
 
     name: str
@@ -43,27 +43,27 @@ class Reduce(Protocol):
     def __call__(
         self, core: Any, parts_w: Sequence[Parts], slots_w: Sequence[list[float]], step: PlannedStep, /
     ) -> tuple[Any, Any]:
-        """Sum and update.
+        """Sum over all workers and update.
 
         Args:
-            core: what the devices hold; donated.
-            parts_w: the sums of each local worker.
-            slots_w: what the host says of each local worker (`own_slots`).
-            step: the step that they belong to.
+            core: The arrays on the devices; donated.
+            parts_w: The sums of each local worker.
+            slots_w: The host's values of each local worker (`own_slots`).
+            step: The step they belong to.
 
         Returns:
-            The new core, and the tail that `read` turns into a report.
+            The new core, and the tail from which `read` makes a report.
         """
         ...
 
     def read(self, tail: Any) -> StepReport:
-        """The report of a step; waits for its sum."""
+        """The report of a step; blocks until its sum is ready."""
         ...
 
     def replicas(self, core: Any, tail: Any, /) -> Replicas:
-        """What the workers read in the next step; `tail` came with `core`, and is None before the first step."""
+        """What workers read in the next step. `tail` was returned with `core`; None before the first step."""
         ...
 
     def state(self, core: Any, step: int, cursor: int, /) -> State:
-        """The state that `core` stands for, after so many steps and samples."""
+        """The state with the arrays of `core` after `step` steps and `cursor` samples."""
         ...

@@ -1,12 +1,12 @@
-"""The one vector that a step sums over all workers: what lies where.
+"""The layout of the vector that a step sums over all workers.
 
-    large gradients | small gradients | model-state sums | loss, weight, count, metrics | one set of slots per worker
+    large gradients | small gradients | model-state sums | loss, weight, count, metrics | one row of slots per worker
 
-A worker writes only its own slots, so the sum over workers is also a gather of the slots.
+A worker writes only its own slots, so the sum also gathers the slots of all workers.
 
-The vector travels in PARTS: each large gradient as XLA wrote it, and all the rest behind them in one piece. They are
-summed together, in one collective with several operands; copying the large ones side by side first, and cutting them
-out again, took longer than the sum itself (1.9 million parameters on 4 fake CPU devices: 37 ms instead of 15).
+The vector is kept in PARTS: each large gradient in the buffer XLA wrote, and everything else in one last part. One
+collective with several operands sums all parts. Copying large gradients into one buffer and out again took longer than
+the sum itself (1.9 million parameters on 4 fake CPU devices: 37 ms instead of 15).
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from hetjax.reduce.finite import NONFINITE, nonfinite_level
 Tree = Any
 
 Parts = tuple[jax.Array, ...]
-_LARGE = 2**14  # elements: below, a copy costs less than handling one more array
+_LARGE = 2**14  # elements; copying a smaller array is cheaper than one more operand
 
 SLOTS = ("time_us", "rows", "checksum", "stop", "save", "left", "nonfinite_level", "bad_update")
-HOST_SLOTS = SLOTS.index("nonfinite_level")  # those before are written by the host
-MANY = 2  # batches that a process has left: 0, 1, or more than that
+HOST_SLOTS = SLOTS.index("nonfinite_level")  # slots before this one are written by the host
+MANY = 2  # "two or more" batches left in a process
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepSums:
-    """Sums over samples: of one block of rows, of a worker, or of the whole step."""
+    """Sums over the samples of a microbatch, a worker or a step."""
 
     grads: Tree
     state_sums: Tree
@@ -47,7 +47,7 @@ class StepSums:
 
 @dataclass(frozen=True)
 class Layout:
-    """Offsets into the flat vector for one model. Sums are kept in float32 or the widest parameter type."""
+    """Offsets into the vector for one model. Sums are kept in float32 or the widest parameter dtype."""
 
     grads: Tree  # of ShapeDtypeStruct; () in evaluation
     state_sums: Tree
@@ -56,6 +56,7 @@ class Layout:
 
     @classmethod
     def of(cls, grads: Tree, state_sums: Tree, metrics: tuple[str, ...]) -> Layout:
+        """The layout for gradients and state sums of these shapes."""
         dtypes = [leaf.dtype for leaf in jax.tree.leaves((grads, state_sums))]
         return cls(grads, state_sums, tuple(sorted(metrics)), jnp.result_type(jnp.float32, *dtypes))
 
@@ -65,7 +66,7 @@ class Layout:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Lengths of a worker's parts; the last one is the vector of all that is small."""
+        """Lengths of a worker's parts, without slots."""
         large = [math.prod(x.shape) for x, big in zip(jax.tree.leaves(self.grads), self._large, strict=True) if big]
         state = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.state_sums))
         return (*large, self._small_grads + state + 3 + len(self.metrics))
@@ -77,6 +78,7 @@ class Layout:
         )
 
     def pack(self, sums: StepSums) -> Parts:
+        """Sums as parts, without slots."""
         scalars = [sums.loss, sums.weight, sums.count, *(sums.metrics[name] for name in self.metrics)]
         grads = [jnp.ravel(leaf).astype(self.dtype) for leaf in jax.tree.leaves(sums.grads)]
         large = [leaf for leaf, big in zip(grads, self._large, strict=True) if big]
@@ -85,20 +87,20 @@ class Layout:
         return (*large, jnp.concatenate(small + rest))
 
     def outgoing(self, parts: Parts, slots: jax.Array, worker: jax.Array | int, workers: int) -> Parts:
-        """A worker's parts as they enter the sum: with its own slots among zeros. `slots` are those the host wrote."""
+        """Append a worker's row of slots (the host's `slots` and its nonfinite level) in a table of zeros."""
         own = jnp.zeros(len(SLOTS), self.dtype).at[:HOST_SLOTS].set(slots.astype(self.dtype))
         own = own.at[SLOTS.index("nonfinite_level")].set(nonfinite_level(parts).astype(self.dtype))
         table = jnp.zeros((workers, len(SLOTS)), self.dtype).at[worker].set(own)
         return (*parts[:-1], jnp.concatenate([parts[-1], table.ravel()]))
 
     def weighted(self, parts: Parts, weight: jax.Array) -> Parts:
-        """A worker's parts with its gradients taken `weight` times."""
+        """Multiply the gradients in a worker's parts by `weight`."""
         *large, rest = parts
         weight, cut = weight.astype(self.dtype), self._small_grads
         return (*(part * weight for part in large), jnp.concatenate([rest[:cut] * weight, rest[cut:]]))
 
     def unpack(self, parts: Parts) -> StepSums:
-        """The sums of a step from its summed parts."""
+        """The inverse of `pack`, on summed parts."""
         *large, rest = parts
         at = 0
 
@@ -117,61 +119,65 @@ class Layout:
         return StepSums(jax.tree.unflatten(tree, grads), state_sums, loss, weight, count, self.metrics_at(rest[at:]))
 
     def metrics_at(self, values: Any) -> dict[str, Any]:
+        """Metrics by name from a vector that starts with them."""
         return {name: values[i] for i, name in enumerate(self.metrics)}
 
     def tail(self, parts: Parts) -> jax.Array:
-        """What the host wants to see of a step: everything behind the gradients and the model state."""
+        """What the host reads of a step: everything after the gradients and model state."""
         return parts[-1][self.sizes[-1] - 3 - len(self.metrics) :]
 
 
 def _table(tail: Any, workers: int) -> Any:
-    """The slots [workers, slots] at the end of a summed vector."""
+    """The slots [workers, slots] at the end of the summed vector."""
     return tail[-workers * len(SLOTS) :].reshape(workers, len(SLOTS))
 
 
 def level_of_all(tail: jax.Array, workers: int) -> jax.Array:
-    """The levels of all workers' sums together: NONFINITE or more if those of one were not finite."""
+    """The sum of all workers' nonfinite levels: NONFINITE or more if the sums of any worker were not finite."""
     return jnp.sum(_table(tail, workers)[:, SLOTS.index("nonfinite_level")])
 
 
 def with_bad_update(tail: jax.Array, workers: int, bad: jax.Array) -> jax.Array:
-    """The tail with word of the update, which came after the sum; `bad`: one for all workers, or one each."""
+    """Write the slot `bad_update`, which is known only after the sum; `bad`: one flag, or one per worker."""
     table = _table(tail, workers).at[:, SLOTS.index("bad_update")].set(bad.astype(tail.dtype))
     return jnp.concatenate([tail[: -table.size], table.ravel()])
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """The host's view of a finished step, read from the tail of the summed vector. The same on every process."""
+    """The host's view of a finished step, read from the tail; identical on every process."""
 
     loss_sum: float
     weight: float
     count: int
     metric_sums: dict[str, float]
-    times_W: np.ndarray  # seconds; zero where a worker had no samples, NaN where a step was not timed
+    times_W: np.ndarray  # seconds; 0 for a worker without samples, NaN if the step was not timed
     rows_W: np.ndarray
     checksums_W: np.ndarray
-    stop: bool  # somebody asked for the end
-    save: bool  # somebody asked for a checkpoint of the state after this step
-    left_W: np.ndarray  # further batches that each worker's process has: 0, 1, or MANY for more
-    nonfinite_W: np.ndarray  # whose loss or gradient was NaN or infinite
-    bad_update_W: np.ndarray  # where that was fine, but the update made of it was not
+    stop: bool  # a process requested the end of training
+    save: bool  # a process requested a checkpoint of the state after this step
+    left_W: np.ndarray  # batches left in each worker's process: 0, 1, or MANY
+    nonfinite_W: np.ndarray  # workers whose loss or gradient was NaN or infinite
+    bad_update_W: np.ndarray  # workers whose sums were finite but whose update was not
 
     @property
     def loss(self) -> float:
+        """Mean loss, NaN without weight."""
         return self.loss_sum / self.weight if self.weight else math.nan
 
     @property
     def metrics(self) -> dict[str, float]:
+        """Mean metrics, NaN without weight."""
         return {name: value / self.weight if self.weight else math.nan for name, value in self.metric_sums.items()}
 
     @property
     def left_out(self) -> bool:
-        """Whether nothing came of this step because something was NaN or infinite."""
+        """Whether the step had no effect because a value was NaN or infinite."""
         return bool(self.nonfinite_W.any() or self.bad_update_W.any())
 
     @classmethod
     def read(cls, layout: Layout, tail: np.ndarray, workers: int) -> StepReport:
+        """Parse the tail of a step."""
         scalars, slots = tail[: -workers * len(SLOTS)], _table(tail, workers)
         slot = {name: np.asarray(slots[:, i], np.float64) for i, name in enumerate(SLOTS)}
         return cls(

@@ -1,4 +1,4 @@
-"""What an optax optimizer is given: the trainable parameters, their gradients, and the loss of the step."""
+"""Checks of an optax optimizer and of the parameters it trains; only floating-point parameters are passed to it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Tree = Any
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Refuse what is not an optax transformation."""
+    """Raise TypeError unless `optimizer` is an optax gradient transformation."""
     if all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         return
     hint = ""
     if hasattr(optimizer, "tx"):  # nnx.Optimizer
-        hint = " Give the transformation that it holds, optimizer.tx: hetjax keeps the optimizer's state itself."
+        hint = " Pass its transformation, optimizer.tx: hetjax keeps the optimizer state itself."
     elif callable(optimizer):
         hint = " Call it to make one."
     raise TypeError(
@@ -27,22 +27,22 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def has_gradient(p: Any) -> bool:
-    """Whether an array is of floating-point (or complex) numbers."""
+    """Whether an array is floating-point or complex."""
     return bool(jnp.issubdtype(p.dtype, jnp.inexact))
 
 
 def trainable(params: Tree) -> Tree:
-    """The parameters with None in the place of those that have no gradient, such as integers."""
+    """Replace parameters that have no gradient, such as integers, by None."""
     return jax.tree.map(lambda p: p if has_gradient(p) else None, params)
 
 
 def with_trained(params: Tree, trained: Tree) -> Tree:
-    """The parameters with new values for the trainable ones; the others are left as they are."""
+    """Replace the trainable parameters by `trained`; the others are unchanged."""
     return jax.tree.map(lambda p, new: p if new is None else new, params, trained)
 
 
 def check_params(params: Tree, sync: str) -> None:
-    """Refuse parameters of which none can be trained, or that a sync which averages them cannot leave untouched."""
+    """Raise if nothing can be trained, or if `sync` would average parameters that have no gradient."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     for path, leaf in leaves:
         if not hasattr(leaf, "dtype"):
@@ -61,7 +61,7 @@ def check_params(params: Tree, sync: str) -> None:
 
 
 def init_optimizer(optimizer: optax.GradientTransformation, params: Tree) -> Tree:
-    """The optimizer's first state, after a trial of its update by shapes alone."""
+    """Initialize the optimizer state, after tracing one update to check its arguments."""
     trained = trainable(params)
     opt_state = jax.jit(optimizer.init)(trained)
     update = optax.with_extra_args_support(optimizer).update

@@ -1,18 +1,10 @@
-"""The reduce phase: ONE sum of the flat vector over all workers per step, then the update.
+"""The two transports of the reduce phase: one sum over all workers per step, then the update.
 
-Two transports behind one interface, chosen from the kinds of devices:
+Chosen by the kinds of the devices:
 
-    psum  the workers form one mesh: a `shard_map` sums and every worker applies the same update to its own copy.
-    hub   they cannot (unlike GPUs in one process, CPU + GPU): each worker's vector is copied to worker 0's device,
-          added in worker order, the update is applied there and the parameters are copied back.
-
-The sum of all workers' parts, within a program over all of them.
-
-In one process and on accelerators this is XLA's own `psum`, whatever the size. Between CPU processes that would be
-gloo's ring: 2 (W - 1) messages one after the other, each of which waits for every process to get its turn on a core.
-A small vector is therefore sent by everybody to everybody at once, in one `all_to_all`, and added up in the same order
-by all: one turn instead of six for four processes. Under quotas of 0.8, 0.4, 0.2 and 0.2 of a core and with 20 thousand
-numbers, the sum came 7 ms after the last arrival instead of 17, for 0.9 ms of CPU time instead of 2.3.
+    psum  The workers form one mesh: a `shard_map` program sums, and every worker applies the same update to its copy.
+    hub   They cannot (different GPUs in one process, CPU + GPU): each worker's parts are copied to worker 0's device,
+          added in worker order and applied there; the parameters are copied back.
 """
 
 from __future__ import annotations
@@ -35,13 +27,22 @@ from hetjax.reduce.layout import HOST_SLOTS, Layout, Parts, StepReport, level_of
 from hetjax.reduce.update import State, Update
 from hetjax.sampling.order import PlannedStep
 
-# Bytes that a worker may send to all others together. Their time on the wire, 4 ms by Ethernet of 1 Gbit/s, must not
-# outweigh the turns that are saved; four workers under quotas gained up to four times as much, lost at ten times.
+Tree = Any
+
+# Bytes that a worker may send in one all-to-all. Their transfer time, 4 ms over 1 Gbit/s Ethernet, must stay below the
+# rounds saved: four workers under CPU quotas still gained at four times this size and lost at ten times.
 _AT_ONCE = 2**19
 
 
 def sum_parts(parts: Parts, workers: Workers) -> Parts:
-    """The sum of the workers' parts, of one dtype, on every worker."""
+    """Sum parts of one dtype over all workers; called inside a `shard_map` program.
+
+    Within a process and on accelerators this is `psum`. Between CPU processes, `psum` is gloo's ring: 2 (W - 1)
+    sequential messages, each of which waits until every process is scheduled. Small vectors are therefore exchanged in
+    a single `all_to_all`, and every worker adds them in worker order: one round instead of six for four processes.
+    Under quotas of 0.8, 0.4, 0.2 and 0.2 cores, with 20 thousand values, the sum was ready 7 ms after the last arrival
+    instead of 17, for 0.9 ms of CPU time instead of 2.3.
+    """
     sizes = [part.size for part in parts]
     if not at_once(sum(part.nbytes for part in parts), workers):
         return jax.lax.psum(parts, AXIS)
@@ -53,19 +54,23 @@ def sum_parts(parts: Parts, workers: Workers) -> Parts:
 
 
 def at_once(nbytes: int, workers: Workers) -> bool:
-    """Whether a vector of so many bytes is sent by everybody to everybody."""
+    """Whether a vector of `nbytes` is summed by one all-to-all instead of `psum`."""
     on_cpu = all(device.platform == "cpu" for device in workers.devices)
     return workers.several_processes and on_cpu and nbytes * (len(workers) - 1) <= _AT_ONCE
 
 
-Tree = Any
-
-
 def make_reduce(transport: str, workers: Workers, layout: Layout, update: Update, core: Any) -> tuple[Psum | Hub, Any]:
-    """The reduce of a transport, and `core` on the devices in buffers of its own.
+    """Build a transport and copy `core` onto its devices.
 
     Args:
-        transport: 'psum', 'hub', or 'auto' (hub only where the workers are of several kinds).
+        transport: 'psum', 'hub', or 'auto' (hub only if the workers are of several kinds).
+        workers: All workers.
+        layout: The layout of their sums.
+        update: The update to apply.
+        core: The initial arrays; the caller's buffers are not donated.
+
+    Returns:
+        The reduce and its core.
     """
     if transport == "auto":
         transport = "psum" if len(workers.kinds) == 1 else "hub"
@@ -73,7 +78,7 @@ def make_reduce(transport: str, workers: Workers, layout: Layout, update: Update
         if len(workers.kinds) > 1:
             raise ValueError(
                 f"The psum transport needs devices of one kind, but the workers are {', '.join(workers.kinds)}: XLA "
-                "runs no single program over unlike devices. Use transport='hub' (or 'auto')."
+                "cannot compile one program for several kinds. Use transport='hub' (or 'auto')."
             )
         placed = _private_copy(workers.replicate(core))
         return Psum(workers, layout, update, placed), placed
@@ -86,26 +91,28 @@ def make_reduce(transport: str, workers: Workers, layout: Layout, update: Update
 
 
 def apply_where_finite(layout: Layout, update: Update, core: Any, total: Parts, workers: int) -> tuple[Any, jax.Array]:
-    """Apply the step if all sums are finite and there is any weight; decided on the device, alike on all workers."""
+    """Apply the update if all sums are finite and have weight; decided on the device, identically on all workers."""
     tail, sums = layout.tail(total), layout.unpack(total)
     core, bad = update(core, sums, sums.weight, level_of_all(tail, workers))
     return core, with_bad_update(tail, workers, bad)
 
 
 def _private_copy(placed: Tree) -> Tree:
-    """Fresh buffers: they are donated from step to step, and the caller's must stay alive."""
+    """Copy into new buffers: every step donates them, and the caller's must stay alive."""
     with expected():
         return jax.jit(partial(jax.tree.map, jnp.copy))(placed)
 
 
 class Psum:
+    """All-reduce over one mesh; every worker updates its own copy."""
+
     name = "psum"
 
     def __init__(self, workers: Workers, layout: Layout, update: Update, core: Any):
         self.workers, self.layout, self.update = workers, layout, update
         self._core = _shapes(core)
         self._run = self._compile(HOST_SLOTS)
-        self._run_weighted: Any = None  # only a few published laws need it: compiled when one does
+        self._run_weighted: Any = None  # compiled when a plan has weights, as few published controllers do
 
     def _on_worker(self, core: Any, parts_1: Parts, slots_WxH: jax.Array) -> tuple[Any, jax.Array]:
         parts, count = tuple(part[0] for part in parts_1), len(self.workers)
@@ -125,9 +132,9 @@ class Psum:
         )
         wide = lambda size, dtype, place: jax.ShapeDtypeStruct((len(self.workers), size), dtype, sharding=place)
         parts = tuple(wide(size, self.layout.dtype, self.workers.sharded) for size in self.layout.sizes)
-        said = wide(slots, np.float32, self.workers.replicated)
+        host = wide(slots, np.float32, self.workers.replicated)
         with expected():
-            return compile_over(program, (self._core, parts, said), self.workers.devices, donate=self.update.donate)
+            return compile_over(program, (self._core, parts, host), self.workers.devices, donate=self.update.donate)
 
     def __call__(
         self, core: Any, parts_w: Sequence[Parts], slots_w: Sequence[list[float]], step: PlannedStep
@@ -139,8 +146,8 @@ class Psum:
                 self._run_weighted = self._compile(HOST_SLOTS + 1)
             weight_w = step.plan.weights_W[list(self.workers.local)]
             run, own = self._run_weighted, np.column_stack([own, weight_w.astype(np.float32)])
-        # Every process fills in the rows of its own workers, which are the only ones they read: as a host array, for a
-        # sharded one costs three calls while all others wait.
+        # Each process fills in only the rows that its own workers read. A host array, because building a sharded one
+        # takes three calls while all other workers wait.
         slots_WxH = np.zeros((len(self.workers), own.shape[1]), np.float32)
         slots_WxH[list(self.workers.local)] = own
         return run(core, parts, slots_WxH)
@@ -157,6 +164,8 @@ class Psum:
 
 
 class Hub:
+    """Sum and update on worker 0's device, for workers of several kinds in one process."""
+
     name = "hub"
 
     def __init__(self, workers: Workers, layout: Layout, update: Update, core: Any):
@@ -201,7 +210,7 @@ class Hub:
 
 
 def _shapes(core: Any) -> Any:
-    """Shapes, types and places: what a program is compiled for."""
+    """Shapes, dtypes and shardings."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), core)
 
 

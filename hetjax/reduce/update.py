@@ -1,4 +1,4 @@
-"""From the summed vector to new parameters: divide by the global weight once, apply the optimizer, keep it finite."""
+"""The update: divide the summed gradients by the global weight once, apply the optimizer, reject nonfinite results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hetjax.reduce.layout import StepSums
 from hetjax.reduce.optimizer import has_gradient, trainable, with_trained
 
 Tree = Any
-Core = tuple[Tree, Tree, Tree, Tree]  # params, model_state, opt_state, ema: what the devices hold
+Core = tuple[Tree, Tree, Tree, Tree]  # params, model_state, opt_state, ema: the arrays on the devices
 Finish = Callable[[Any, Any], Any]  # (core, sums of the step) -> core
 
 
@@ -49,10 +49,10 @@ class State:
 
 
 def checked(state: Any) -> State:
-    """The state with whole numbers for step and cursor, which a checkpoint may hold as arrays.
+    """Convert step and cursor to Python integers; a checkpoint may hold them as arrays.
 
     Raises:
-        TypeError: If it is no state, such as the parameters themselves.
+        TypeError: If it is not a State, such as the parameters themselves.
         ValueError: If step or cursor are out of range.
     """
     if not isinstance(state, State):
@@ -65,7 +65,7 @@ def checked(state: Any) -> State:
 
 @dataclass(frozen=True)
 class RunningAverage:
-    """How a model state moves on: a running average over the steps."""
+    """Updates model state by a running average over steps; see `running_average`."""
 
     momentum: float = 0.9
 
@@ -84,10 +84,10 @@ def running_average(momentum: float = 0.9) -> RunningAverage:
 def optimizer_step(
     optimizer: optax.GradientTransformation, advance: Callable[[Tree, Tree], Tree] | None, ema_decay: float | None
 ) -> Finish:
-    """g = (sum over workers of the sum of per-example gradients) / (sum of weights), then any optax update.
+    """Apply an optax update to g = (sum over workers of summed per-example gradients) / (sum of weights).
 
-    Clipping belongs into the optimizer: here it sees the whole batch's gradient. An optimizer that takes the loss
-    (`value`, as reduce_on_plateau does) is given that of the step.
+    Clip in the optimizer, where it sees the gradient of the whole batch. An optimizer that takes the loss (`value`, as
+    reduce_on_plateau does) receives that of the step.
     """
     update = optax.with_extra_args_support(optimizer).update
 
@@ -112,12 +112,12 @@ def optimizer_step(
 
 @dataclass(frozen=True)
 class Update:
-    """Moves the core on where the sums are finite, and says whether what came of them is.
+    """Updates the core if the sums are finite, and reports whether the new core is.
 
     Args:
-        finish: makes the new core; None in an evaluation, where the sums are the result.
-        undo: keep the old core where the new one is not finite. Both are held then, so nothing is donated. Without it
-            the update is in place, for runs that stop.
+        finish: Computes the new core; None in evaluation, where the sums are the result.
+        undo: Keep the old core if the new one is not finite. Both must be held, so nothing is donated. Without it, the
+            update is in place, for runs that stop at a nonfinite value.
     """
 
     finish: Finish | None
@@ -125,7 +125,7 @@ class Update:
 
     @property
     def donate(self) -> tuple[int, ...]:
-        """The arguments that a program (core, ...) -> core may overwrite."""
+        """Arguments that a program (core, ...) -> core may donate."""
         return () if self.undo else (0,)
 
     def __call__(
@@ -134,32 +134,39 @@ class Update:
         sums: Any,
         weight: jax.Array,
         level: jax.Array,
-        tell: Callable[[jax.Array], jax.Array] = lambda bad: bad,
+        share: Callable[[jax.Array], jax.Array] = lambda bad: bad,
     ) -> tuple[Any, jax.Array]:
-        """Move on by sums of this weight and of this `nonfinite_level`.
+        """Apply one update.
+
+        Args:
+            core: The arrays on the devices.
+            sums: The argument of `finish`.
+            weight: Total weight of the sums; without any, the core is unchanged.
+            level: Their `nonfinite_level`; from NONFINITE on, the core is unchanged.
+            share: Shares the outcome between workers that update on their own.
 
         Returns:
-            The core, and whether its update was bad: what `tell` makes of that, where workers update on their own.
+            The core, and whether its update was not finite, as returned by `share`.
         """
         if self.finish is None:
             return core, jnp.bool_(False)
         allowed = (level < NONFINITE) & (weight > 0)
         if not self.undo:
             core = jax.lax.cond(allowed, self.finish, lambda core, _: core, core, sums)
-            # NaN in the optimizer's state reaches the parameters, but the infinite square of a large gradient does not:
-            # a parameter divided by it just never moves again.
+            # NaN in the optimizer state reaches the parameters, but the infinite square of a large gradient does not: a
+            # parameter divided by it never moves again.
             state_finite = jax.lax.cond(level > 0, _state_finite, lambda _: jnp.bool_(True), core)
-            return core, tell(allowed & ~(all_finite(core[:2]) & state_finite))
+            return core, share(allowed & ~(all_finite(core[:2]) & state_finite))
         new = self.finish(core, sums)
-        bad = tell(allowed & ~(all_finite(new[:2]) & _state_finite(new)))
-        # A loop of one turn or none: `cond` would copy the core in either case.
-        back = lambda _: (jnp.bool_(False), core)
-        return jax.lax.while_loop(lambda turn: turn[0], back, (~allowed | jnp.any(bad), new))[1], bad
+        bad = share(allowed & ~(all_finite(new[:2]) & _state_finite(new)))
+        # A loop of at most one iteration: `cond` would copy the core in either case.
+        restore = lambda _: (jnp.bool_(False), core)
+        return jax.lax.while_loop(lambda carry: carry[0], restore, (~allowed | jnp.any(bad), new))[1], bad
 
 
 def _state_finite(core: Core) -> jax.Array:
-    """Of the optimizer's state. Its scalars do not count: some, such as the best loss so far, start infinite."""
+    """Whether the optimizer state is finite, except its scalars: some, such as the best loss so far, start infinite."""
     return all_finite([x for x in jax.tree.leaves(core[2]) if jnp.ndim(x)])
 
 
-unchanged = Update(None)
+unchanged = Update(None)  # of an evaluation

@@ -139,7 +139,7 @@ class Neighbors:
             (params, layout.unpack(parts), weight.astype(layout.dtype), total, tail[0] / total),
             total,
             level_of_all(tail, count),
-            tell=self._told,
+            share=self._told,
         )
         return jax.tree.map(lambda x: x[None], moved), with_bad_update(tail, count, bad_W)
 

@@ -1,4 +1,4 @@
-"""One compile per kind of device, and per run: programs are shared between devices, and stored for other processes."""
+"""One compile per kind of device: programs are shared between devices and stored for other processes."""
 
 import functools
 import logging
@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from hetjax.devices import compile as compile_once
+from hetjax.devices import compile as compile_module
 from hetjax.devices import memory
 from hetjax.devices.compile import compile_for, compile_over, compiles
 from hetjax.environment import PROGRAMS
@@ -23,21 +23,21 @@ VECTOR = jax.ShapeDtypeStruct((3,), np.float32)
 
 @pytest.fixture(autouse=True)
 def no_store(monkeypatch):
-    """None but what a test makes."""
+    """Disable the shared store of the test session."""
     monkeypatch.delenv(PROGRAMS, raising=False)
-    monkeypatch.setattr(compile_once, "_store", functools.cache(compile_once._store.__wrapped__))
+    monkeypatch.setattr(compile_module, "_store", functools.cache(compile_module._store.__wrapped__))
 
 
 @pytest.fixture
 def store(tmp_path, monkeypatch, no_store):
-    """The directory of a new store."""
+    """The directory of an empty store."""
     monkeypatch.setenv(PROGRAMS, str(tmp_path / "programs"))
     return tmp_path / "programs"
 
 
 @pytest.fixture
 def jax_cache(tmp_path):
-    """JAX's own persistent cache, for every program."""
+    """JAX's persistent cache, enabled for every program."""
     settings = {
         "jax_compilation_cache_dir": str(tmp_path / "jax"),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -58,7 +58,7 @@ def scaled(acc, x):
 
 
 def made(fn=scaled, devices=None, **options):
-    """The programs of `fn` for some devices, and how many compiles they took."""
+    """The programs of `fn` for some devices, and the number of compiles they took."""
     before = compiles()
     programs = compile_for(fn, (VECTOR, VECTOR), devices or jax.devices()[2:5], **options)
     return programs, compiles() - before
@@ -82,15 +82,14 @@ def test_one_compile_serves_all_devices_of_a_kind():
 
 @pytest.mark.parametrize("name", ["_load", "_serialize"])
 def test_where_sharing_fails_each_device_compiles_for_itself(name, monkeypatch):
-    monkeypatch.setattr(compile_once, name, lambda *_: 1 / 0)
+    monkeypatch.setattr(compile_module, name, lambda *_: 1 / 0)
     programs, count = made()
     assert count == 3
     assert answers(programs) == [[11, 11, 11]] * 3
 
 
-def test_programs_run_that_come_from_the_cache_of_jax(jax_cache):
-    """A program from there cannot be serialized again: what is made of it fails when it runs, be it that the same
-    function came from disk before, and from JAX's memory now."""
+def test_programs_from_the_jax_cache_run(jax_cache):
+    """They cannot be serialized again: a copy would fail when run, both on a hit on disk and on one in memory."""
     made()
     jax.clear_caches()
     for _ in range(2):
@@ -125,8 +124,8 @@ def test_a_program_over_a_mesh_is_stored_too(store):
         assert held.is_deleted()
 
 
-def test_arguments_that_are_not_used_make_another_program(store):
-    """Of two functions that use one of two arguments each, the text of the used part alone is the same."""
+def test_unused_arguments_are_part_of_the_key(store):
+    """Two functions that each use one of two arguments have the same text if unused arguments are dropped."""
     (first,), _ = made(lambda a, b: a * 2, devices=jax.devices()[:1])
     (second,), _ = made(lambda a, b: b * 2, devices=jax.devices()[:1])
     assert answers([first, second]) == [[2, 2, 2], [10, 10, 10]]
@@ -137,7 +136,7 @@ def test_arguments_that_are_not_used_make_another_program(store):
     [lambda entry: entry.write_bytes(entry.read_bytes()[:-9]), lambda entry: entry.write_bytes(b"?" * 2000)],
     ids=["truncated", "garbled"],
 )
-def test_a_damaged_entry_is_compiled_anew(store, spoil):
+def test_a_damaged_entry_is_compiled_again(store, spoil):
     made()
     (entry,) = store.iterdir()
     spoil(entry)
@@ -146,16 +145,16 @@ def test_a_damaged_entry_is_compiled_anew(store, spoil):
     assert made()[1] == 0
 
 
-def test_an_entry_that_is_no_program_is_compiled_anew(store):
-    """Whole by its digest, but from a JAX that stores other things."""
+def test_an_entry_that_is_no_program_is_compiled_again(store):
+    """Its digest is valid, but another version of JAX wrote another format."""
     made()
     (entry,) = store.iterdir()
-    compile_once._store(str(store)).write(entry.name, b"another format")
+    compile_module._store(str(store)).write(entry.name, b"another format")
     programs, count = made()
     assert (count, answers(programs)) == (1, [[11, 11, 11]] * 3)
 
 
-def test_a_store_that_others_can_write_to_is_not_used(store, caplog):
+def test_a_store_writable_by_others_is_not_used(store, caplog):
     store.mkdir(mode=0o700)
     store.chmod(0o777)
     with caplog.at_level(logging.WARNING, "hetjax"):
@@ -171,10 +170,10 @@ def test_a_callback_into_this_process_is_not_stored(store):
     assert not list(store.iterdir())
 
 
-def test_what_a_program_depends_on_is_in_its_key(store, monkeypatch):
+def test_all_dependencies_of_a_program_are_in_its_key(store, monkeypatch):
     made()
     for attribute, value in (("__version__", "0.0.1"), ("_host", lambda: "another machine")):
-        owner = jax if attribute == "__version__" else compile_once
+        owner = jax if attribute == "__version__" else compile_module
         with monkeypatch.context() as patched:
             patched.setattr(owner, attribute, value)
             assert made()[1] == 1
@@ -186,10 +185,10 @@ def test_what_a_program_depends_on_is_in_its_key(store, monkeypatch):
 
 
 @pytest.mark.slow
-def test_another_process_finds_it_unless_its_flags_for_xla_are_others(store):
-    """By the flags as XLA has read them: those of the environment may have been changed since."""
+def test_another_process_loads_it_unless_its_xla_flags_differ(store):
+    """Compared by the flags as XLA parsed them: the environment may have changed since."""
     made()
-    code = "import test_compile_once; print(test_compile_once.made()[1])"
+    code = "import test_compile; print(test_compile.made()[1])"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     other = {
         **environment,
@@ -202,7 +201,7 @@ def test_another_process_finds_it_unless_its_flags_for_xla_are_others(store):
     assert [int(process.communicate(timeout=60)[0]) for process in started] == [0, 1]
 
 
-def test_with_jaxs_cache_beside_it_the_store_comes_first(store, jax_cache):
+def test_the_store_takes_precedence_over_the_jax_cache(store, jax_cache):
     made()
     jax.clear_caches()
     programs, count = made()

@@ -1,10 +1,10 @@
-"""The store of compiled programs: what it gives back, and what it refuses."""
+"""The store of compiled programs: what it returns and what it rejects."""
 
 import threading
 
 import pytest
 
-from hetjax.devices.compile import ProgramStore
+from hetjax.devices.program_store import ProgramStore
 
 KEY = "3f" * 32
 
@@ -20,12 +20,12 @@ def entry(store, tmp_path):
     return tmp_path / "programs" / KEY
 
 
-def test_what_was_written_is_read_by_all_who_open_the_directory(entry):
+def test_an_entry_is_read_by_every_store_on_the_directory(entry):
     assert ProgramStore(entry.parent).read(KEY) == b"machine code"
     assert ProgramStore(entry.parent).read("4f" * 32) is None
 
 
-def test_directory_and_entries_are_the_users_alone(entry):
+def test_only_the_user_can_access_directory_and_entries(entry):
     assert entry.parent.stat().st_mode & 0o777 == 0o700
     assert entry.stat().st_mode & 0o777 == 0o600
 
@@ -42,32 +42,32 @@ def test_directory_and_entries_are_the_users_alone(entry):
     ],
     ids=["truncated", "no content", "empty", "garbled", "writable by the group", "a link"],
 )
-def test_a_damaged_entry_is_not_there_and_can_be_written_anew(store, entry, spoil):
+def test_a_damaged_entry_reads_as_missing_and_can_be_rewritten(store, entry, spoil):
     spoil(entry)
     assert store.read(KEY) is None
     store.write(KEY, b"machine code")
     assert store.read(KEY) == b"machine code"
 
 
-def test_an_entry_under_another_name_is_not_taken(store, entry):
+def test_a_renamed_entry_is_not_loaded(store, entry):
     entry.rename(entry.with_name("4f" * 32))
     assert store.read("4f" * 32) is None
 
 
 @pytest.mark.parametrize("mode", [0o720, 0o702, 0o777])
-def test_a_directory_that_others_can_write_to_is_refused(tmp_path, mode):
+def test_a_directory_writable_by_others_is_rejected(tmp_path, mode):
     tmp_path.chmod(mode)
     with pytest.raises(PermissionError, match="can be written by others"):
         ProgramStore(tmp_path)
 
 
-def test_a_directory_of_another_user_is_refused(tmp_path, monkeypatch):
+def test_a_directory_of_another_user_is_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr("os.geteuid", lambda: tmp_path.stat().st_uid + 1)
     with pytest.raises(PermissionError, match="belongs to another user"):
         ProgramStore(tmp_path)
 
 
-def test_a_directory_exchanged_after_the_check_is_not_read(store, entry):
+def test_a_directory_swapped_after_the_check_is_not_read(store, entry):
     folder = entry.parent
     folder.rename(folder.with_name("away"))
     folder.mkdir()
@@ -75,14 +75,14 @@ def test_a_directory_exchanged_after_the_check_is_not_read(store, entry):
     assert store.read(KEY) == b"machine code"
 
 
-def test_where_nothing_can_be_written_nothing_happens(store, entry):
+def test_a_failed_write_is_ignored(store, entry):
     entry.unlink()
     entry.parent.rmdir()
     store.write(KEY, b"machine code")
     assert store.read(KEY) is None
 
 
-def test_of_many_writers_at_once_every_reader_sees_a_whole_entry(store, entry):
+def test_readers_see_whole_entries_while_many_write(store, entry):
     contents = {bytes([number]) * 100_000 for number in range(4)}
     writers = [
         threading.Thread(target=lambda content=content: [store.write(KEY, content) for _ in range(20)])
@@ -90,10 +90,10 @@ def test_of_many_writers_at_once_every_reader_sees_a_whole_entry(store, entry):
     ]
     for writer in writers:
         writer.start()
-    seen = set()
+    read = set()
     while any(writer.is_alive() for writer in writers):
-        seen.add(store.read(KEY))
+        read.add(store.read(KEY))
     for writer in writers:
         writer.join()
-    assert seen <= contents | {b"machine code"}
+    assert read <= contents | {b"machine code"}
     assert [path.name for path in entry.parent.iterdir()] == [KEY]

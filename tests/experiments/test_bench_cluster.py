@@ -1,4 +1,4 @@
-"""The cluster bench: its figures on stretches of steps worked out by hand, what it refuses, and a quick run of it."""
+"""The cluster bench: its metrics on steps computed by hand, what it rejects, and a quick run."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import pytest
 import quick_compiles
 from bench_cluster import (
     SKIP,
-    _made,
+    _parse_controller,
     efficiency_by_round,
     figures,
     joined,
@@ -33,11 +33,11 @@ from hetjax.launch.quotas import QuotasRefused, find_cgroup_root
 ROOT = Path(__file__).parents[2]
 
 
-def stretch(times_TxW, step_times_T, counts_W=(30, 10)):
+def run_of(times_TxW, step_times_T, counts_W=(30, 10)):
     times, steps = np.array(times_TxW, float), np.array(step_times_T, float)
-    rubbish = np.full((SKIP, times.shape[1]), 9.0)
+    warm_up = np.full((SKIP, times.shape[1]), 9.0)
     return {
-        "times": np.concatenate([rubbish, times]).tolist(),
+        "times": np.concatenate([warm_up, times]).tolist(),
         "step_times": [9.0] * SKIP + steps.tolist(),
         "counts": [list(counts_W)] * (SKIP + len(steps)),
         "changed": [True] * SKIP + [False] * (len(steps) - 1) + [True],
@@ -45,8 +45,8 @@ def stretch(times_TxW, step_times_T, counts_W=(30, 10)):
     }
 
 
-def test_figures_leave_the_first_steps_aside():
-    found = figures(stretch([[1.0, 3.0], [2.0, 1.0]], [3.5, 2.5]), batch=40)
+def test_figures_skip_the_first_steps():
+    found = figures(run_of([[1.0, 3.0], [2.0, 1.0]], [3.5, 2.5]), batch=40)
     assert found["samples_per_s"] == pytest.approx(80 / 6)
     assert found["imbalance"] == pytest.approx((2.0 - 1.5) / 1.75)
     assert found["overhead_ms"] == pytest.approx(500)
@@ -55,7 +55,7 @@ def test_figures_leave_the_first_steps_aside():
 
 
 def test_rounds_are_joined_without_the_first_step_of_the_further_ones():
-    one, two = stretch([[1.0, 3.0]], [3.5]), {**stretch([[2.0, 1.0]], [2.5]), "recompiles": 2}
+    one, two = run_of([[1.0, 3.0]], [3.5]), {**run_of([[2.0, 1.0]], [2.5]), "recompiles": 2}
     short = {key: value if key == "recompiles" else value[-2:] for key, value in two.items()}
     whole = joined([one, short])
     assert whole["step_times"] == [*one["step_times"], 2.5]
@@ -64,49 +64,47 @@ def test_rounds_are_joined_without_the_first_step_of_the_further_ones():
     assert whole["recompiles"] == 2
 
 
-def test_the_ceiling_is_that_of_shares_which_are_right_on_average():
-    """Worker 0 is as often 50% slow as 50% fast. Worker 1 is steady, but has half the samples that it could do."""
-    seen = stretch([[1.5, 0.5], [0.5, 0.5]], [2.0, 2.0])
-    assert noise_ceiling(seen, overhead_share=0.1) == pytest.approx(0.9 * ((1.25 / 1.5) + (0.75 / 1.0)) / 2)
+def test_the_noise_ceiling_is_that_of_shares_that_equalize_mean_times():
+    """Worker 0 is alternately 50% slower and faster. Worker 1 is constant, with half the samples it could take."""
+    run = run_of([[1.5, 0.5], [0.5, 0.5]], [2.0, 2.0])
+    assert noise_ceiling(run, overhead_share=0.1) == pytest.approx(0.9 * ((1.25 / 1.5) + (0.75 / 1.0)) / 2)
 
 
-def test_unrest_is_one_in_noise_and_more_where_a_worker_becomes_slower():
-    seed = 3
-    rng = np.random.default_rng(seed)
-    print(f"seed {seed}")
-    common = np.linspace(1.0, 2.0, 210)[:, None]  # a machine that becomes slower moves nobody against the others
+def test_unrest_is_one_under_noise_and_larger_if_a_worker_slows_down():
+    rng = np.random.default_rng(3)
+    common = np.linspace(1.0, 2.0, 210)[:, None]  # a slower machine does not change relative speeds
     times = common * np.exp(rng.normal(0, 0.1, (210, 4)))
-    quiet = stretch(times, times.max(axis=1), (8, 4, 2, 2))
+    quiet = run_of(times, times.max(axis=1), (8, 4, 2, 2))
     assert unrest(quiet) == pytest.approx(1.0, abs=0.5)
     times[105:, 1] *= 1.2
-    assert unrest(stretch(times, times.max(axis=1), (8, 4, 2, 2))) > 5
+    assert unrest(run_of(times, times.max(axis=1), (8, 4, 2, 2))) > 5
 
 
 def test_unrest_by_hand():
-    """Logarithms of the times of worker 0 against the mean: 1, 3 in every block but the last, where they are 5, 7."""
+    """Log times of worker 0 relative to the mean: 1, 3 in every block except the last, where they are 5, 7."""
     own = np.array([1.0, 3.0] * 6 + [5.0, 7.0])
     times = np.exp(np.stack([own, -own], axis=1))
     between = 2 * np.var([2.0] * 6 + [6.0], ddof=1)  # means of two
-    assert unrest(stretch(times, times.max(axis=1), (1, 1))) == pytest.approx(between / 2.0)
+    assert unrest(run_of(times, times.max(axis=1), (1, 1))) == pytest.approx(between / 2.0)
 
 
-def test_recovery_counts_the_steps_until_one_is_back():
+def test_recovery_counts_the_steps_until_one_is_within_15_percent():
     quiet, swaps = [1.0] * 20, [[3.0, 3.0, 1.2, 1.1] + [1.0] * 16, [3.0, 1.0] + [1.0] * 18, [2.0] * 20]
     assert recovery({"step_times": [*quiet, *(t for swap in swaps for t in swap)]}, every=20, swaps=3) == 3.0
 
 
-def test_every_round_is_seen_beside_the_speeds_around_it():
+def test_efficiency_is_relative_to_the_ideal_around_each_round():
     one = {"step_times": [9.0] * SKIP + [2.0, 2.0]}
-    two = {"step_times": [9.0, 2.0, 3.0, 4.0]}  # nothing overlaps with its first step
+    two = {"step_times": [9.0, 2.0, 3.0, 4.0]}  # its first step overlaps with nothing
     assert efficiency_by_round([one, two], 60, [40.0, 30.0]) == pytest.approx([30 / 40, 20 / 30])
 
 
-def test_use_is_the_rate_over_what_the_workers_did_in_their_own_times():
-    """60 samples in 2 s and 20 in 1 s are 50 a second; the step took 2.5 s. A step without timings says nothing."""
-    nothing = [[np.nan, np.nan]]
-    one = {"counts": [[60, 20]] * (SKIP + 2), "times": [[9, 9]] * SKIP + [[2, 1]] + nothing}
+def test_use_is_the_rate_over_the_sum_of_the_workers_rates():
+    """60 samples in 2 s and 20 in 1 s are 50 per second; the step took 2.5 s. A step without timings is ignored."""
+    untimed = [[np.nan, np.nan]]
+    one = {"counts": [[60, 20]] * (SKIP + 2), "times": [[9, 9]] * SKIP + [[2, 1]] + untimed}
     one["step_times"] = [9.0] * SKIP + [2.5, 7.0]
-    two = {"counts": [[60, 20]] * 3, "times": nothing + [[4, 2]] * 2, "step_times": [9.0, 5.0, 5.0]}
+    two = {"counts": [[60, 20]] * 3, "times": untimed + [[4, 2]] * 2, "step_times": [9.0, 5.0, 5.0]}
     assert use_by_round([one, two]) == pytest.approx([32 / 50, 16 / 25])
 
 
@@ -119,10 +117,10 @@ def test_leads_are_differences_within_the_same_rounds():
 
 
 def test_the_table_fits_80_columns():
-    seen = {"samples_per_s": 12345.6, "imbalance": 0.0123, "overhead_ms": 123.4}
-    seen |= {"overhead_share": 0.123, "changes": 12, "recovery_steps": 30.0}
+    row = {"samples_per_s": 12345.6, "imbalance": 0.0123, "overhead_ms": 123.4}
+    row |= {"overhead_share": 0.123, "changes": 12, "recovery_steps": 30.0}
     out = StringIO()
-    Console(file=out, width=200).print(table_of({"proportional@10": seen}, {"proportional@10": [0.85, 0.87, 0.91]}))
+    Console(file=out, width=200).print(table_of({"proportional@10": row}, {"proportional@10": [0.85, 0.87, 0.91]}))
     assert "0.877 ±0.018" in out.getvalue()
     assert max(len(line.rstrip()) for line in out.getvalue().splitlines()) <= 80
 
@@ -133,14 +131,14 @@ def test_the_fastest_and_the_slowest_are_swapped():
     assert swapped([0.5, 0.5]) == [0.5, 0.5]
 
 
-def test_names_and_cadences():
-    assert _made("dbs") == ("dbs", {"every": 5})
-    assert _made("dbs@7") == ("dbs", {"every": 7})
-    assert _made("balanced") == ("balanced", {})
+def test_names_and_periods_of_controllers():
+    assert _parse_controller("dbs") == ("dbs", {"every": 5})
+    assert _parse_controller("dbs@7") == ("dbs", {"every": 7})
+    assert _parse_controller("balanced") == ("balanced", {})
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ({"controllers": "equal,best"}, "no controller 'best'"),
         ({"steps": 11}, "11 steps in 7 rounds: give 12 steps or more"),
@@ -151,22 +149,22 @@ def test_names_and_cadences():
         ({"quotas": "0.8,0"}, "A quota is a number of cores"),
     ],
 )
-def test_a_mistake_is_answered_by_a_sentence(given, told, capsys):
+def test_invalid_arguments_are_rejected_with_a_message(given, message, capsys):
     assert main(**given) == 2
-    assert told in " ".join(capsys.readouterr().out.split())
+    assert message in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(("steps", "rounds"), [(12, 1), (30, 2), (36, 3), (210, 7)])
-def test_few_steps_are_made_in_fewer_rounds_and_refused_quotas_are_a_sentence(steps, rounds, monkeypatch, capsys):
-    asked = []
+def test_few_steps_reduce_the_rounds_and_refused_quotas_are_reported(steps, rounds, monkeypatch, capsys):
+    requested = []
 
-    def refuse(orders, limit):
-        asked.append((orders["steps"], orders["rounds"]))
+    def refuse(settings, limit):
+        requested.append((settings["steps"], settings["rounds"]))
         raise QuotasRefused("CPU quotas cannot be set here.")
 
     monkeypatch.setattr(bench_cluster, "run_cluster", refuse)
     assert main(steps=steps) == 2
-    assert asked == [(steps, rounds)]
+    assert requested == [(steps, rounds)]
     assert capsys.readouterr().out == "error: CPU quotas cannot be set here.\n"
 
 
@@ -178,26 +176,28 @@ def test_a_quick_run(tmp_path):
         pytest.skip(str(refused))
     path = tmp_path / "cluster.json"
     command = [sys.executable, "experiments/bench_cluster.py", "--quick", "--swap-every", "15"]
-    kept = os.environ | {"XLA_FLAGS": quick_compiles.FLAGS}
+    environment = os.environ | {"XLA_FLAGS": quick_compiles.FLAGS}
     bench = subprocess.Popen(
-        [*command, "--batch-size", "64", "--json", str(path)], cwd=ROOT, env=kept | {"PYTHONPATH": str(ROOT)},
+        [*command, "--batch-size", "64", "--json", str(path)], cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)},
         start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     try:
-        said, _ = bench.communicate(timeout=240)
+        output, _ = bench.communicate(timeout=240)
     finally:
         bench.terminate()
         bench.wait(timeout=20)
-    assert bench.returncode == 0, said
-    found = json.loads(path.read_text())
-    assert found["ideal_samples_per_s"] > 0
+    assert bench.returncode == 0, output
+    results = json.loads(path.read_text())
+    assert results["ideal_samples_per_s"] > 0
     for key in ("samples_per_s", "efficiency", "use", "imbalance", "overhead_share", "recovery_steps"):
-        assert set(found[key]) == {"equal", "balanced"}
+        assert set(results[key]) == {"equal", "balanced"}
     for name in ("equal", "balanced"):
-        (efficiency,) = found["details"]["efficiency_by_round"][name]
-        assert 0 < found["efficiency"][name] == pytest.approx(efficiency)
-        assert found["recovery_steps"][name] <= found["details"]["swap_every"]
-    assert found["lead"] == pytest.approx({"equal": found["efficiency"]["balanced"] - found["efficiency"]["equal"]})
-    left = subprocess.run(["ps", "-o", "args=", "-s", str(bench.pid)], capture_output=True, text=True).stdout
-    assert left == ""
+        (efficiency,) = results["details"]["efficiency_by_round"][name]
+        assert 0 < results["efficiency"][name] == pytest.approx(efficiency)
+        assert results["recovery_steps"][name] <= results["details"]["swap_every"]
+    assert results["lead"] == pytest.approx(
+        {"equal": results["efficiency"]["balanced"] - results["efficiency"]["equal"]}
+    )
+    leftover = subprocess.run(["ps", "-o", "args=", "-s", str(bench.pid)], capture_output=True, text=True).stdout
+    assert leftover == ""
     assert not list(home.path.rglob(f"hetjax-{bench.pid}-*"))

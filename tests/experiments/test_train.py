@@ -138,9 +138,9 @@ def test_a_run_that_was_stopped_goes_on_as_if_nothing_had_happened(tmp_path, who
         (["--speeds", "1,fast"], "--speeds is '1,fast'"),
         (["--speeds", "1,0"], "must be positive"),
         (["--speeds", "1,1", "--devices", "3"], "Speeds were given for 2 workers, but there are 3"),
-        (["--devices", "9"], "9 devices were asked for, but there are 8"),
-        (["--devices", "1000"], "1,000 devices were asked for, but a CPU can be split into"),
-        (["--devices", "9" * 25], "devices were asked for, but a CPU can be split into"),
+        (["--devices", "9"], "9 devices were requested, but there are 8"),
+        (["--devices", "1000"], "1,000 devices were requested, but this CPU can be split into"),
+        (["--devices", "9" * 25], "devices were requested, but this CPU can be split into"),
         (["--clip", "nan"], "--clip is nan: expected a finite number above 0"),
         (["--clip", "0"], "--clip is 0.0"),
         (["--clip=-1"], "--clip is -1.0"),
@@ -272,7 +272,7 @@ def test_processes_with_other_flags_are_told(tmp_path, monkeypatch, capsys):
 
 
 def test_what_is_left_of_several_processes_is_no_simulation(monkeypatch):
-    monkeypatch.setattr(setup, "said_by_environment", lambda: None)
+    monkeypatch.setattr(setup, "devices_from_environment", lambda: None)
     assert setup.find_devices(configs.Config())[0] is not None
     monkeypatch.setenv("HETJAX_PROCESSES", "1")
     assert setup.find_devices(configs.Config())[0] is None

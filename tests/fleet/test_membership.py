@@ -1,4 +1,4 @@
-"""Per-worker lists belong to members: after a loss the survivors of an elastic run keep their own entries."""
+"""Entries of per-worker lists belong to members: after a loss, the survivors of an elastic run keep theirs."""
 
 import jax
 import numpy as np
@@ -19,7 +19,7 @@ def lost(processes, *members):
 
 @pytest.fixture
 def two_of_three(monkeypatch):
-    """The environment of an elastic run that has lost process 1 of 3."""
+    """The environment of an elastic run that lost process 1 of 3."""
     for name, value in lost(2, 1).items():
         monkeypatch.setenv(name, value)
 
@@ -31,10 +31,10 @@ def test_entries_follow_the_members():
     assert kept_entries(3, 3, {}) == kept_entries(3, 2, {}) == [0, 1, 2]
 
 
-def test_a_list_that_is_not_of_the_launched_processes_stays_as_it_is():
+def test_a_list_that_does_not_match_the_launched_processes_is_unchanged():
     assert kept_entries(1, 2, lost(2, 1)) == [0]  # one number for all
-    assert kept_entries(2, 2, lost(2, 1)) == [0, 1]  # for the workers there are
-    assert kept_entries(4, 2, lost(2, 1)) == [0, 1, 2, 3]  # its length is the caller's to refuse
+    assert kept_entries(2, 2, lost(2, 1)) == [0, 1]  # for the current workers
+    assert kept_entries(4, 2, lost(2, 1)) == [0, 1, 2, 3]  # the caller rejects its length
     assert kept_entries(6, 3, lost(2, 1)) == [0, 1, 2, 3, 4, 5]
 
 
@@ -44,20 +44,20 @@ def test_speeds_capacity_and_max_rows_of_the_survivors(two_of_three):
     for speeds in ([1, 0.5, 0.7], Simulation(constant([1, 0.5, 0.7], [0.1, 0.2, 0.3]))):
         trainer, source, state = trainer_for(devices, speeds=speeds, capacity=[9, 1, 7], engine=ladder)
         assert trainer.simulation.trace(0)[0].tolist() == [1, 0.7]
-        trainer.simulation.row_time = 1e-5
-        with trainer:
-            _, history = trainer.fit(state, source, steps=1)
-        assert history.records[0].counts_W.tolist() == [9, 7]
+    trainer.simulation.row_time = 1e-5
+    with trainer:
+        _, history = trainer.fit(state, source, steps=1)
+    assert history.records[0].counts_W.tolist() == [9, 7]
 
 
-def test_lists_of_a_wrong_length_are_still_refused(two_of_three):
+def test_lists_of_a_wrong_length_are_rejected(two_of_three):
     with pytest.raises(ValueError, match="Speeds were given for 4 workers, but there are 2"):
         trainer_for(jax.devices()[:2], speeds=[1, 0.5, 0.7, 1])
     with pytest.raises(ValueError, match="capacity lists 4 numbers for 2 workers"):
         per_worker("capacity", [1, 2, 3, 4], 1, Workers.of(jax.devices()[:2]))
 
 
-def test_a_mixing_matrix_goes_on_without_the_lost_worker():
+def test_a_mixing_matrix_drops_the_lost_worker():
     kept = lambda entries, workers: kept_entries(entries, workers, lost(3, 1))
     chain = np.array([[0.6, 0.2, 0, 0.2], [0.2, 0.4, 0.4, 0], [0, 0.4, 0.4, 0.2], [0.2, 0, 0.2, 0.6]])
     found, _ = topology(chain, 3, kept)

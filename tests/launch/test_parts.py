@@ -153,5 +153,5 @@ def test_process_0_listens_on_all_addresses_and_warns_where_the_coordinator_is_l
 
 def test_the_address_of_another_machine_is_refused(resolve):
     resolve("192.0.2.7")
-    with pytest.raises(OSError, match=r"cannot listen on 192.0.2.7:80\. .*say where to listen by HETJAX_BIND"):
+    with pytest.raises(OSError, match=r"cannot listen on 192.0.2.7:80\. .*set HETJAX_BIND=HOST:PORT"):
         address_to_bind("node0:80")

@@ -1,4 +1,4 @@
-"""Any optax optimizer: those that take the loss get it, what is none is refused, and integers stay as they are."""
+"""Any optax optimizer works: the loss is passed on, other objects are rejected, integer parameters pass through."""
 
 import jax
 import jax.numpy as jnp
@@ -20,25 +20,25 @@ def loss_fn(params, batch, keys):
 
 
 def run(optimizer, params, **options):
-    law = {} if options.get("sync") == "hogbatch" else {"controller": "equal"}
-    ladder = hetjax.Chunked(rungs=[20])
-    options = {"batch_size": 40, "devices": jax.devices()[:2], "engine": ladder, **law, **options}
+    controller = {} if options.get("sync") == "hogbatch" else {"controller": "equal"}
+    engine = hetjax.Chunked(rungs=[20])
+    options = {"batch_size": 40, "devices": jax.devices()[:2], "engine": engine, **controller, **options}
     with hetjax.Trainer(loss_fn, optimizer, **options) as trainer:
         state, history = trainer.fit(trainer.init(params), DATA, steps=STEPS)
         return state, history.losses, trainer.evaluate(state, DATA)
 
 
 def plateau(patience=1):
-    """A rate of 1e-3, a tenth of it as soon as a step does not halve the loss, and so on."""
+    """SGD whose learning rate of 1e-3 falls to a tenth whenever `patience` steps do not halve the loss."""
     return optax.chain(optax.sgd(1e-3), optax.contrib.reduce_on_plateau(factor=0.1, patience=patience, rtol=0.5))
 
 
 @pytest.mark.parametrize("optimizer", [plateau(), optax.polyak_sgd(0.1)], ids=["reduce_on_plateau", "polyak"])
-def test_an_optimizer_that_takes_the_loss_does_what_it_does_alone(optimizer):
+def test_an_optimizer_that_takes_the_loss_matches_plain_optax(optimizer):
     params = {"w": jnp.zeros(3)}
     state, losses, _ = run(optimizer, params)
     alone, expected = optimizer.init(params), []
-    for _ in range(STEPS):  # one batch is all there is, so that its order does not matter
+    for _ in range(STEPS):  # one batch holds all samples, so their order does not matter
         loss, grads = jax.value_and_grad(lambda params: loss_fn(params, DATA, None).mean())(params)
         updates, alone = optimizer.update(grads, alone, params, value=loss)
         params = optax.apply_updates(params, updates)
@@ -48,23 +48,23 @@ def test_an_optimizer_that_takes_the_loss_does_what_it_does_alone(optimizer):
 
 
 @pytest.mark.parametrize("sync", ["decentralized", "hogbatch"])
-def test_so_do_the_other_syncs(sync):
+def test_other_syncs_pass_the_same_loss_to_all_workers(sync):
     extra = {"engine": "auto"} if sync == "hogbatch" else {}
-    state, _, told = run(plateau(patience=2), {"w": jnp.zeros(3)}, sync=sync, **extra)
+    state, _, metrics = run(plateau(patience=2), {"w": jnp.zeros(3)}, sync=sync, **extra)
     scale = np.asarray(state.opt_state[1].scale)
-    np.testing.assert_allclose(scale, np.full_like(scale, scale.flat[0]))  # all workers were given the same loss
+    np.testing.assert_allclose(scale, np.full_like(scale, scale.flat[0]))
     assert scale.max() < 1
-    assert np.isfinite(told["loss"])
+    assert np.isfinite(metrics["loss"])
 
 
-def test_a_line_search_is_refused_with_a_way_out():
+def test_a_line_search_is_rejected_with_an_alternative():
     with pytest.raises(TypeError, match=r"requires 'grad' and 'value_fn'.*optax\.lbfgs\(0\.1, linesearch=None\)"):
         run(optax.lbfgs(), {"w": jnp.zeros(3)})
     _, losses, _ = run(optax.lbfgs(0.1, linesearch=None), {"w": jnp.zeros(3)})
     assert losses[-1] < losses[0]
 
 
-def test_what_is_no_optax_optimizer_is_refused_with_what_to_give():
+def test_other_objects_are_rejected_with_a_hint():
     wrapped = nnx.Optimizer(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param)
     for given, sentence in [(wrapped, r"got Optimizer\..*optimizer\.tx"), (optax.adam, "Call it"), (None, "NoneType")]:
         with pytest.raises(TypeError, match=sentence):
@@ -72,16 +72,17 @@ def test_what_is_no_optax_optimizer_is_refused_with_what_to_give():
 
 
 def fixed(params):
+    """With parameters that have no gradient."""
     return {"bits": jnp.array([7, 2**31 - 1], jnp.int32), "on": jnp.array(True), **params}
 
 
 def test_integers_and_booleans_among_the_parameters_pass_through():
     params = {"w": jnp.zeros(3)}
     optimizer = optax.adamw(0.1, weight_decay=0.1)
-    state, losses, told = run(optimizer, fixed(params), ema_decay=0.9)
-    plain, expected, of_plain = run(optimizer, params, ema_decay=0.9)
+    state, losses, metrics = run(optimizer, fixed(params), ema_decay=0.9)
+    plain, expected, expected_metrics = run(optimizer, params, ema_decay=0.9)
     assert losses == expected
-    assert told == of_plain
+    assert metrics == expected_metrics
     np.testing.assert_array_equal(state.params["w"], plain.params["w"])
     for values in (state.params, state.ema):
         for name, value in fixed({}).items():
@@ -105,7 +106,7 @@ def test_integers_in_a_flax_model_pass_through():
     assert not np.array_equal(merged.linear.kernel[...], model.params["linear"]["kernel"][...])
 
 
-def test_integers_are_refused_where_they_cannot_pass_or_are_all():
+def test_integers_are_rejected_if_averaged_or_alone():
     with pytest.raises(ValueError, match=r"\['bits'\] is int32.*nnx\.Variable"):
         run(optax.sgd(0.1), fixed({"w": jnp.zeros(3)}), sync="decentralized")
     with pytest.raises(ValueError, match="nothing to train"):

@@ -1,20 +1,22 @@
-"""Small parts sent by everybody to everybody give the sum of all, the same on all workers."""
+"""Sums over workers: their dtype, and small parts summed by one all-to-all."""
 
 import functools
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from hetjax.devices.workers import AXIS, Workers
 from hetjax.reduce import transports
+from hetjax.reduce.layout import Layout
 
 
 @pytest.mark.parametrize("count", [2, 3, 8])
 @pytest.mark.parametrize("sizes", [(5,), (7, 1, 20)])
-def test_everybody_gets_the_sum_in_worker_order(monkeypatch, count, sizes):
+def test_all_workers_get_the_sum_in_worker_order(monkeypatch, count, sizes):
     monkeypatch.setattr(transports, "at_once", lambda nbytes, workers: True)
     workers, rng = Workers.of(jax.devices()[:count]), np.random.default_rng(0)
     parts = tuple(rng.normal(size=(count, size)).astype(np.float32) for size in sizes)
@@ -23,8 +25,8 @@ def test_everybody_gets_the_sum_in_worker_order(monkeypatch, count, sizes):
         mesh=workers.mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False,
     )  # fmt: skip
     for summed, part in zip(jax.jit(program)(*parts), parts, strict=True):
-        for seen in np.asarray(summed):
-            np.testing.assert_array_equal(seen, functools.reduce(np.add, part))
+        for result in np.asarray(summed):
+            np.testing.assert_array_equal(result, functools.reduce(np.add, part))
 
 
 @pytest.mark.parametrize(
@@ -36,8 +38,16 @@ def test_everybody_gets_the_sum_in_worker_order(monkeypatch, count, sizes):
         ("gpu", True, 80_000, False),
     ],
 )
-def test_only_small_vectors_between_cpu_processes_are_sent_at_once(platform, several, nbytes, expected):
-    class Some(list):
+def test_only_small_vectors_between_cpu_processes_use_all_to_all(platform, several, nbytes, expected):
+    class FakeWorkers(list):
         devices, several_processes = [SimpleNamespace(platform=platform)] * 4, several
 
-    assert transports.at_once(nbytes, Some(range(4))) is expected
+    assert transports.at_once(nbytes, FakeWorkers(range(4))) is expected
+
+
+@pytest.mark.parametrize(
+    ("parameters", "sums"), [(jnp.bfloat16, jnp.float32), (jnp.float32, jnp.float32), (jnp.float64, jnp.float64)]
+)
+def test_sums_are_kept_in_float32_or_wider(parameters, sums, float64):
+    grads = {"w": jax.ShapeDtypeStruct((3,), parameters)}
+    assert Layout.of(grads, (), ()).dtype == sums

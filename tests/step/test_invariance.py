@@ -18,7 +18,7 @@ from problems import RandomPlans, distance, part_of_data, problem, reference_run
 from hetjax.adapters.contract import Objective
 from hetjax.data.prefetch import Rows
 from hetjax.devices.workers import Workers
-from hetjax.engines import Chunked, Looped, Masked, Program, Site
+from hetjax.engines import Chunked, EngineContext, Looped, Masked, Program
 from hetjax.engines.clocks import Clocks
 from hetjax.engines.local import layout_of, train_sums
 from hetjax.reduce import layout as layouts
@@ -83,7 +83,7 @@ def bench(model: str, engine: str, workers: int) -> Iterator[Bench]:
     program = Program(train_sums(objective, layout), layout.sizes, layout.dtype, shapes, None, row)
     clocks = Clocks(devices)
     specs = {"chunked": Chunked(rungs=[5, 24]), "looped": Looped(micro=5), "masked": Masked()}
-    built = specs[engine].build(Site(program, devices, clocks, batch=BATCH, capacity=BATCH))
+    built = specs[engine].build(EngineContext(program, devices, clocks, batch=BATCH, capacity=BATCH))
     core = (made.params, None, jax.tree.map(jnp.zeros_like, made.params))
     finishes = {"": _keep_gradient, " momentum": _momentum}
     reduces = {
