@@ -34,10 +34,10 @@ from rich.table import Table
 
 from hetjax.data import load
 from hetjax.data.source_blocks import read_classes, read_features
-from hetjax.sampling.blocks import Blocks, class_balanced_blocks, numbered, quotas, random_blocks
+from hetjax.sampling.blocks import Blocks, class_balanced_blocks, encode_classes, quotas, random_blocks
 from hetjax.sampling.quality import Quality, quality
 from hetjax.sampling.submodular import OBJECTIVES, RULES, recut, submodular_blocks
-from hetjax.sampling.submodular.cut import class_kernels, share_out
+from hetjax.sampling.submodular.cut import assign_owners, class_kernels
 from hetjax.sampling.submodular.objectives import gaussian_kernel, median_bandwidth, total_value
 
 RATES = {"equal": [1.0, 1.0, 1.0, 1.0], "unequal": [4.0, 2.0, 1.0, 1.0]}
@@ -92,7 +92,7 @@ def growth(args: Args, features_DxF: np.ndarray, classes_D: np.ndarray) -> list[
             for name, rates in RATES.items():
                 rule, rates_W = "min-block" if name == "equal" else "parts", np.array(rates)
                 given = (sim_VxV, quotas(np.array([size]), rates_W)[0], rates_W, objective, rule)
-                line[f"{objective}, {rule}"], _ = timed(lambda given=given: share_out(*given))
+                line[f"{objective}, {rule}"], _ = timed(lambda given=given: assign_owners(*given))
         lines.append(line)
     return lines
 
@@ -134,8 +134,8 @@ def _cut(dataset: str, features: str, objective: str, rates: list[float]) -> dic
 
 def split(features_DxF: np.ndarray, classes_D: np.ndarray) -> list[dict[str, Any]]:
     """Time and f with classes cut into ever smaller parts first; f always of the whole classes."""
-    numbers_D, sizes_L = numbered(classes_D)
-    few_D = np.flatnonzero(numbers_D < 2)  # two classes tell as much as ten
+    codes_D, sizes_L = encode_classes(classes_D)
+    few_D = np.flatnonzero(codes_D < 2)  # two classes tell as much as ten
     features_DxF, classes_D = features_DxF[few_D], classes_D[few_D]
     largest, lines = int(sizes_L.max()), []
     for parts in (1, 2, 4, 8):
@@ -157,7 +157,7 @@ def split(features_DxF: np.ndarray, classes_D: np.ndarray) -> list[dict[str, Any
 
 
 def moved(features_DxF: np.ndarray, classes_D: np.ndarray) -> list[dict[str, Any]]:
-    few_D = np.flatnonzero(numbered(classes_D)[0] < 2)
+    few_D = np.flatnonzero(encode_classes(classes_D)[0] < 2)
     features_DxF, classes_D = features_DxF[few_D], classes_D[few_D]
     lines = []
     for objective in OBJECTIVES:

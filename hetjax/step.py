@@ -15,7 +15,7 @@ import optax
 from hetjax import presets
 from hetjax.adapters.probe import check_model_state, probe_indices, probe_size, warn_of_idle_workers
 from hetjax.arguments import MOST_SAMPLES, MOST_SEED, number, whole
-from hetjax.data.batches import HostBatch, as_batch, check_rows, ends_together, sample_of
+from hetjax.data.batches import HostBatch, as_batch, check_rows, sample_of, until_shortest
 from hetjax.data.prefetch import Rows
 from hetjax.devices import memory
 from hetjax.devices.workers import Workers
@@ -216,7 +216,7 @@ class Step:
             return
         process_W = [device.process_index for device in self.workers.devices]
         first = 0 if self._pipeline is None else self._pipeline.next - self._first
-        yield from ends_together(loader, self.requests, lambda step: self._left[step], process_W, first)
+        yield from until_shortest(loader, self.requests, lambda step: self._left[step], process_W, first)
 
     def evaluate(self, state: AnyState, batches: Iterable[Any]) -> dict[str, float]:
         """Mean loss and metrics over all samples of these batches, split like the training steps.

@@ -17,7 +17,7 @@ from hetjax.data.source_blocks import (
     check_same_data,
     fingerprint,
     make_blocks,
-    named_features,
+    parse_features,
     read_features,
     shared_blocks,
 )
@@ -123,12 +123,12 @@ def cut(config: Config, task: Task, before: Blocks | None, rates_W: np.ndarray, 
     if before is not None and _alike(before.rates_W, rates_W):
         return before
     settings, rule = wanted(config), "min-block" if config.method.faithful else "auto"
-    features = named_features((before.settings if before is not None else settings).get("features", "pca"))
+    features = parse_features((before.settings if before is not None else settings).get("features", "pca"))
     with progress_bar("blocks", len(task.train), console) as tick:
         if before is None:
             options = {"rule": rule, "objective": settings["objective"], "carry": settings["carry"], "progress": tick}
             blocks = make_blocks(task.train, rates_W.tolist(), features=features, **options)
-            blocks = blocks.renamed(**settings, dataset=config.data.dataset, data=fingerprint(task.train))
+            blocks = blocks.with_settings(**settings, dataset=config.data.dataset, data=fingerprint(task.train))
             told = ""
         else:
             features_DxF = read_features(task.train, features)
@@ -152,7 +152,7 @@ def carried_over(before: Blocks, features_DxF: np.ndarray, rates_W: np.ndarray, 
     found = recut(before, features_DxF, by_place, **options)
     worker_of = np.full(len(by_place), -1)
     worker_of[place_W] = np.arange(len(rates_W))
-    return replace(found.blocks, owner_D=worker_of[found.blocks.owner_D], rates_W=rates_W), found.told
+    return replace(found.blocks, owner_D=worker_of[found.blocks.owner_D], rates_W=rates_W), found.summary
 
 
 def _alike(before_W: np.ndarray, now_W: np.ndarray) -> bool:

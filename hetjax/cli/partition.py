@@ -11,13 +11,13 @@ from rich.console import Console
 from hetjax.arguments import MOST_SEED, whole
 from hetjax.data import RowSource, load
 from hetjax.data.files import npz_samples
-from hetjax.data.source_blocks import check_same_data, fingerprint, named_features, read_classes, read_features
+from hetjax.data.source_blocks import check_same_data, fingerprint, parse_features, read_classes, read_features
 from hetjax.report import blocks as blocks_report
 from hetjax.report.display import progress_bar
-from hetjax.sampling.blocks import Blocks, checked_rates, class_balanced_blocks, random_blocks
+from hetjax.sampling.blocks import Blocks, class_balanced_blocks, random_blocks, validate_rates
 from hetjax.sampling.quality import quality
 from hetjax.sampling.submodular import OBJECTIVES, RULES, recut, submodular_blocks
-from hetjax.sampling.submodular.cut import chosen_rule
+from hetjax.sampling.submodular.cut import resolve_rule
 
 MOST_WORKERS = 1024  # each has a line in the table and a color in the picture
 
@@ -38,7 +38,7 @@ def cut(
     seed: int = 0,
 ) -> None:
     """Cut anew, or re-cut an old partition, and tell everything about it."""
-    rates_W = checked_rates(rates)
+    rates_W = validate_rates(rates)
     whole("--seed", seed, 0, MOST_SEED)
     if out.is_dir() or not out.parent.is_dir():
         why = "is a folder" if out.is_dir() else f"has to go into {out.parent}, and there is no such folder"
@@ -54,7 +54,7 @@ def cut(
     data = fingerprint(source)
     if before is not None:
         check_same_data(before, data, f"{old}")
-    features_DxF = read_features(source, named_features(features))
+    features_DxF = read_features(source, parse_features(features))
     told = f"{source.description.name}: {len(source):,} samples, features {features} of {features_DxF.shape[1]}"
     console.print(told, highlight=False, soft_wrap=True)
     if before is not None:
@@ -62,18 +62,18 @@ def cut(
         with progress_bar(name, len(source), console) as tick:
             new = recut(before, features_DxF, rates_W, progress=tick)
         blocks = new.blocks
-        console.print(new.told, highlight=False, soft_wrap=True)
+        console.print(new.summary, highlight=False, soft_wrap=True)
     else:
         classes_D = read_classes(source, features_DxF, pseudo_classes, seed)
         width = "median" if bandwidth is None else bandwidth
         make = lambda f, r, tick: submodular_blocks(
             features_DxF, classes_D, rates_W, objective=f, rule=r, bandwidth=width, progress=tick
         )
-        objective, rule = objective or "facility-location", chosen_rule(rule or "auto", rates_W)
+        objective, rule = objective or "facility-location", resolve_rule(rule or "auto", rates_W)
         name = f"{objective}, {rule}"
         with progress_bar(name, len(source), console) as tick:
             blocks = make(objective, rule, tick)
-    blocks = blocks.renamed(dataset=dataset, features=features, data=data)
+    blocks = blocks.with_settings(dataset=dataset, features=features, data=data)
     blocks.save(out)
     partitions = {name: blocks}
     for other in (random_blocks, class_balanced_blocks):

@@ -134,7 +134,7 @@ def check_rows(tree: Tree, row: Tree) -> None:
         )
 
 
-def ends_together(
+def until_shortest(
     loader: Iterable[Any], requests: Any, left_of: Callable[[int], np.ndarray], process_W: Sequence[int], first: int
 ) -> Iterator[Any]:
     """The batches of this process's loader, up to where the shortest of all processes' loaders ends.

@@ -15,7 +15,7 @@ import numpy as np
 
 from hetjax.data.files import idx_source, npz_source
 from hetjax.data.memory import MemorySource, labeled_images
-from hetjax.data.source import RowSource, check_split, stratified
+from hetjax.data.source import RowSource, check_split, stratified_split
 from hetjax.data.text import text_source
 
 
@@ -25,7 +25,7 @@ def digits_source(split: str = "train") -> MemorySource:
 
     bunch = load_digits()
     image = np.round(bunch.images * (255 / 16)).astype(np.uint8)  # the files hold 0 to 16
-    keep = stratified(bunch.target, split)
+    keep = stratified_split(bunch.target, split)
     return labeled_images(image[keep], bunch.target[keep], 10, name="digits")
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from hetjax.data.memory import MemorySource, check_labels, labeled_images
-from hetjax.data.source import Description, check_split, stratified
+from hetjax.data.source import Description, check_split, stratified_split
 
 _DTYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 _PREFIX = {"train": "train", "test": "t10k"}
@@ -123,7 +123,7 @@ def npz_source(file: str | Path, split: str = "train", *, classes: int | None = 
         if {x, y} <= arrays.keys():
             image, label = arrays[x], arrays[y]
             train_label = label
-            keep = stratified(label, split) if label.ndim == 1 and len(label) == len(image) else None
+            keep = stratified_split(label, split) if label.ndim == 1 and len(label) == len(image) else None
             break
     else:
         raise ValueError(

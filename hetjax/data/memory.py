@@ -48,7 +48,7 @@ class MemorySource(RowSource):
         return self._length
 
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        indices = self.checked(indices)
+        indices = self.checked_indices(indices)
         batch = {name: values[indices] for name, values in self.arrays.items()}
         return batch | {name: batch[name] * np.float32(factor) for name, factor in self.scale.items()}
 

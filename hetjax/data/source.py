@@ -55,7 +55,7 @@ class RowSource(ABC):
         batch = self.rows(np.array([operator.index(index)]))
         return {name: values[0] for name, values in batch.items()}
 
-    def checked(self, indices: np.ndarray) -> np.ndarray:
+    def checked_indices(self, indices: np.ndarray) -> np.ndarray:
         """The indices, after making sure that each is one of this source's (negative ones do not count backwards)."""
         indices = np.asarray(indices)
         if indices.size and not np.issubdtype(indices.dtype, np.integer):
@@ -131,7 +131,7 @@ def check_split(split: str) -> None:
         raise ValueError(f"There is no split {split!r}: ask for 'train' or 'test'.")
 
 
-def stratified(labels: np.ndarray, split: str, *, test_share: float = 0.2, seed: int = 0) -> np.ndarray:
+def stratified_split(labels: np.ndarray, split: str, *, test_share: float = 0.2, seed: int = 0) -> np.ndarray:
     """Sorted indices of one side of a split that gives every label the same share of test samples.
 
     Depends on nothing but the labels, the share and the seed. A label with one sample trains.

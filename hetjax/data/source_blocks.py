@@ -54,7 +54,7 @@ def make_blocks(
     features_DxF = read_features(source, features)
     classes_D = read_classes(source, features_DxF, pseudo_classes, seed)
     told = features if isinstance(features, str) else _name(features)
-    return submodular_blocks(features_DxF, classes_D, rates_W, **options).renamed(features=told)
+    return submodular_blocks(features_DxF, classes_D, rates_W, **options).with_settings(features=told)
 
 
 def shared_blocks(make: Callable[[], Blocks | None]) -> Blocks | None:
@@ -112,7 +112,7 @@ def read_classes(
     return k_means(read_features(source) if features_DxF is None else features_DxF, count, seed)
 
 
-def named_features(text: str) -> str | Embedding:
+def parse_features(text: str) -> str | Embedding:
     """What --features means: a name of `read_features`, or the function that MODULE:FUNCTION imports."""
     module, colon, name = text.partition(":")
     if not colon or module == "pca":
@@ -162,5 +162,5 @@ def _parts(source: Source) -> Iterator[np.ndarray]:
 
 
 def _name(embedding: Embedding) -> str:
-    """As MODULE:FUNCTION, which `named_features` finds again unless it is inside another function."""
+    """As MODULE:FUNCTION, which `parse_features` finds again unless it is inside another function."""
     return f"{embedding.__module__}:{getattr(embedding, '__qualname__', type(embedding).__name__)}"

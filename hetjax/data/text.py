@@ -30,7 +30,7 @@ class TextSource(RowSource):
         return -(-(len(self.text) - 1) // self.window)
 
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        places_BxT = self.checked(indices)[:, None] * self.window + np.arange(self.window)
+        places_BxT = self.checked_indices(indices)[:, None] * self.window + np.arange(self.window)
         last = len(self.text) - 1
         return {
             "tokens": self.text[np.minimum(places_BxT, last)].astype(np.int32),

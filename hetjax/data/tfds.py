@@ -25,7 +25,7 @@ class TfdsSource(RowSource):
         return len(self._records)
 
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        indices = self.checked(indices)
+        indices = self.checked_indices(indices)
         records = self._records.__getitems__(indices.tolist())
         wanted = (self._input_key, self._label_key)
         chosen = {int(i): {key: record[key] for key in wanted} for i, record in zip(indices, records, strict=True)}

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hetjax.report.drawing import DARK, save, style, worker_color
-from hetjax.sampling.blocks import Blocks, numbered
+from hetjax.sampling.blocks import Blocks, encode_classes
 from hetjax.sampling.quality import Quality
 from hetjax.sampling.submodular import principal_components
 
@@ -181,8 +181,8 @@ def draw(
     """The picture beside `path`, as PNG and SVG: the first partitions, on all samples and on the largest class."""
     shown = dict(list(partitions.items())[:MOST_PANELS])
     first = next(iter(shown.values()))
-    numbers_D, sizes_L = numbered(first.classes_D)
-    largest = np.flatnonzero(numbers_D == int(np.argmax(sizes_L)))
+    codes_D, sizes_L = encode_classes(first.classes_D)
+    largest = np.flatnonzero(codes_D == int(np.argmax(sizes_L)))
     everyone = np.arange(first.size)
     name = first.classes_D[largest[0]]
     views = [

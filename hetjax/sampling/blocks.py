@@ -28,7 +28,7 @@ class Blocks:
     def __post_init__(self) -> None:
         object.__setattr__(self, "owner_D", np.asarray(self.owner_D, np.int64))
         object.__setattr__(self, "classes_D", np.asarray(self.classes_D, np.int64))
-        object.__setattr__(self, "rates_W", checked_rates(self.rates_W))
+        object.__setattr__(self, "rates_W", validate_rates(self.rates_W))
         if self.owner_D.ndim != 1 or self.owner_D.shape != self.classes_D.shape:
             raise ValueError(
                 f"Blocks got {self.owner_D.shape} owners and {self.classes_D.shape} classes: expected one of each per "
@@ -82,12 +82,12 @@ class Blocks:
             raise ValueError(f"{path} does not hold blocks ({error}): make it anew with 'hetjax partition'.") from error
         return cls(kept["owner"], kept["classes"], kept["rates"], settings)
 
-    def renamed(self, **settings: Any) -> Blocks:
+    def with_settings(self, **settings: Any) -> Blocks:
         """The same blocks with more said about how they were made."""
         return replace(self, settings={**self.settings, **settings})
 
 
-def checked_rates(rates_W: Sequence[float] | np.ndarray) -> np.ndarray:
+def validate_rates(rates_W: Sequence[float] | np.ndarray) -> np.ndarray:
     rates_W = np.asarray(rates_W, np.float64)
     if rates_W.ndim != 1 or not (np.all(rates_W >= 0) and 0 < rates_W.sum() < np.inf):
         raise ValueError(
@@ -102,7 +102,7 @@ def quotas(class_sizes_L: np.ndarray, rates_W: np.ndarray, *, carry: bool = True
     `carry`: what rounding owes a worker in one class counts in the next, so that the blocks follow the rates too.
     Without it, as published, classes of 3 samples at rates 4:2:1:1 are all cut 2:1:0:0 and two workers stay empty.
     """
-    share_W = checked_rates(rates_W) / np.sum(rates_W)
+    share_W = validate_rates(rates_W) / np.sum(rates_W)
     quota_LxW = np.zeros((len(class_sizes_L), len(share_W)), np.int64)
     owed_W = np.zeros(len(share_W))
     for row_W, size in zip(quota_LxW, np.asarray(class_sizes_L).tolist(), strict=True):
@@ -116,26 +116,26 @@ def random_blocks(classes_D: np.ndarray, rates_W: np.ndarray, seed: int = 0) -> 
     """Any samples for any worker, as many as its rate says."""
     whole_1xW = quotas(np.array([len(classes_D)]), rates_W)
     owner_D = _dealt(np.zeros(len(classes_D), np.int64), whole_1xW, seed)
-    return Blocks(owner_D, classes_D, checked_rates(rates_W), {"name": "random", "seed": seed})
+    return Blocks(owner_D, classes_D, validate_rates(rates_W), {"name": "random", "seed": seed})
 
 
 def class_balanced_blocks(classes_D: np.ndarray, rates_W: np.ndarray, seed: int = 0) -> Blocks:
     """Within every class any samples for any worker, as many as its rate says."""
-    numbers_D, sizes_L = numbered(classes_D)
-    owner_D = _dealt(numbers_D, quotas(sizes_L, rates_W), seed)
-    return Blocks(owner_D, classes_D, checked_rates(rates_W), {"name": "class-balanced", "seed": seed})
+    codes_D, sizes_L = encode_classes(classes_D)
+    owner_D = _dealt(codes_D, quotas(sizes_L, rates_W), seed)
+    return Blocks(owner_D, classes_D, validate_rates(rates_W), {"name": "class-balanced", "seed": seed})
 
 
-def numbered(classes_D: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def encode_classes(classes_D: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Classes as 0, 1, 2, ... in the order of their names, and the size of each."""
-    _, numbers_D, sizes_L = np.unique(classes_D, return_inverse=True, return_counts=True)
-    return numbers_D, sizes_L
+    _, codes_D, sizes_L = np.unique(classes_D, return_inverse=True, return_counts=True)
+    return codes_D, sizes_L
 
 
-def _dealt(numbers_D: np.ndarray, quota_LxW: np.ndarray, seed: int) -> np.ndarray:
+def _dealt(codes_D: np.ndarray, quota_LxW: np.ndarray, seed: int) -> np.ndarray:
     rng = np.random.default_rng(seed)
-    owner_D = np.empty(len(numbers_D), np.int64)
+    owner_D = np.empty(len(codes_D), np.int64)
     for number, quota_W in enumerate(quota_LxW):
-        members = rng.permutation(np.flatnonzero(numbers_D == number))
+        members = rng.permutation(np.flatnonzero(codes_D == number))
         owner_D[members] = np.repeat(np.arange(len(quota_W)), quota_W)
     return owner_D

@@ -1,6 +1,6 @@
 """Samples of nodes that plan on their own: how a step is shared between nodes, and which samples are whose.
 
-How a step is shared between nodes that plan on their own: from what all of them know, so that all decide alike.
+How a step is shared between nodes that plan on their own: from what all of them know, so that all plan_fn alike.
 
 Which samples are one node's: its part of every step of the global order, known to all without a message.
 """
@@ -17,13 +17,13 @@ from hetjax.planning import controllers
 from hetjax.planning.controllers.base import Controller, Observation, Plan
 from hetjax.planning.limits import Limits
 from hetjax.planning.rounding import round_to_total
-from hetjax.sampling.order import Decide, Sampler, Span
+from hetjax.sampling.order import PlanFn, Sampler, Span
 
 RULES = ("balanced", "equal", "steps")
 _MEMORY = 0.3  # of the latest exchange in a node's rate
 
 
-class BetweenNodes:
+class NodeAllocator:
     """balanced: all nodes make the same steps, with samples by the controller of that name; equal: with equal samples;
     steps: the same samples a step, and steps in proportion to speed."""
 
@@ -102,7 +102,7 @@ class NodeSampler:
     """
 
     def __init__(
-        self, order: Sampler, node: int, between: BetweenNodes, blocking: Callable[[int], bool], quantum: int = 1
+        self, order: Sampler, node: int, between: NodeAllocator, blocking: Callable[[int], bool], quantum: int = 1
     ):
         self.order, self.node, self.between, self.quantum = order, node, between, quantum
         self.blocking = blocking
@@ -110,7 +110,7 @@ class NodeSampler:
         self._counts_N = np.full(between.nodes, order.batch // between.nodes)  # of the step planned last
         self._cut: tuple[int, dict[int, np.ndarray]] = (-1, {})  # an epoch with unequal steps: counts by position
 
-    def next(self, cursor: int, decide: Decide) -> tuple[Span, Plan]:
+    def next(self, cursor: int, plan_fn: PlanFn) -> tuple[Span, Plan]:
         """This node's part of the step at the cursor, and its plan."""
         epoch, start = divmod(cursor, self.size)
         if self.between.rule == "steps" and not self.blocking(epoch):
@@ -121,7 +121,7 @@ class NodeSampler:
             counts_N = self.between.counts(self.order.step(cursor).batch, epoch, self.quantum)
         self._counts_N = counts_N
         step = self._part(epoch, start, counts_N)
-        return step, decide(step.batch, epoch)
+        return step, plan_fn(step.batch, epoch)
 
     def _by_position(self, start: int) -> dict[int, np.ndarray]:
         counts_TxN = self.between.cut(self.size - start, self.batch)

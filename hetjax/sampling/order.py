@@ -11,7 +11,7 @@ import numpy as np
 
 from hetjax.planning.controllers.base import Plan
 
-Decide = Callable[[int, int], Plan]  # (batch, epoch) -> the controller's plan
+PlanFn = Callable[[int, int], Plan]  # (batch, epoch) -> the controller's plan
 
 _ROUNDS = 6
 
@@ -116,10 +116,10 @@ class Sampler:
         epoch, start = divmod(cursor, self.size)
         return Span(epoch, start, min(start + self.batch, self.size))
 
-    def next(self, cursor: int, decide: Decide) -> tuple[Span, Plan]:
+    def next(self, cursor: int, plan_fn: PlanFn) -> tuple[Span, Plan]:
         """The step at the cursor and its plan: any samples of the global batch for any worker."""
         step = self.step(cursor)
-        return step, decide(step.batch, step.epoch)
+        return step, plan_fn(step.batch, step.epoch)
 
     def ahead(self, cursor: int) -> Span | None:
         """The step at a cursor that has not been planned yet."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetjax.sampling.blocks import Blocks, numbered
+from hetjax.sampling.blocks import Blocks, encode_classes
 from hetjax.sampling.submodular.cut import class_kernels
 from hetjax.sampling.submodular.features import flat_features, moments, principal_components
 from hetjax.sampling.submodular.objectives import OBJECTIVES, value
@@ -68,16 +68,16 @@ def quality(
                     value_W += [value(f, sim_VxV, np.flatnonzero(owner_V == j)) for j in range(first.workers)]
     wide = features_DxF.shape[1] > _WIDEST
     narrow_DxF = principal_components(features_DxF, _WIDEST) if wide else features_DxF
-    numbers_D, sizes_L = numbered(first.classes_D)
+    codes_D, sizes_L = encode_classes(first.classes_D)
     whole = moments(narrow_DxF)
-    means_LxF = _means(features_DxF, numbers_D, len(sizes_L))
+    means_LxF = _means(features_DxF, codes_D, len(sizes_L))
     return {
         name: Quality(
             sizes_W=blocks.sizes_W,
-            classes_WxL=_histogram(blocks.owner_D, numbers_D, first.workers, len(sizes_L)),
+            classes_WxL=_histogram(blocks.owner_D, codes_D, first.workers, len(sizes_L)),
             values=values[name],
             mean_distance_W=_mean_distances(features_DxF, blocks),
-            within_distance_W=_within_distances(features_DxF, blocks, numbers_D, means_LxF),
+            within_distance_W=_within_distances(features_DxF, blocks, codes_D, means_LxF),
             covariance_distance_W=_covariance_distances(narrow_DxF, blocks, whole[1]),
         )
         for name, blocks in partitions.items()
@@ -92,13 +92,13 @@ def _mean_distances(features_DxF: np.ndarray, blocks: Blocks) -> np.ndarray:
 
 
 def _within_distances(
-    features_DxF: np.ndarray, blocks: Blocks, numbers_D: np.ndarray, means_LxF: np.ndarray
+    features_DxF: np.ndarray, blocks: Blocks, codes_D: np.ndarray, means_LxF: np.ndarray
 ) -> np.ndarray:
     workers, classes = blocks.workers, len(means_LxF)
-    square_D = ((features_DxF - means_LxF[numbers_D]) ** 2).sum(axis=1)
-    size_L = np.bincount(numbers_D, minlength=classes)
-    spread_L = np.sqrt(np.bincount(numbers_D, square_D, classes) / size_L)
-    own_WLxF = _means(features_DxF, blocks.owner_D * classes + numbers_D, workers * classes)
+    square_D = ((features_DxF - means_LxF[codes_D]) ** 2).sum(axis=1)
+    size_L = np.bincount(codes_D, minlength=classes)
+    spread_L = np.sqrt(np.bincount(codes_D, square_D, classes) / size_L)
+    own_WLxF = _means(features_DxF, blocks.owner_D * classes + codes_D, workers * classes)
     apart_WxL = np.linalg.norm(own_WLxF.reshape(workers, classes, -1) - means_LxF, axis=2)
     relative_WxL = np.where(spread_L > 0, _divided(apart_WxL, spread_L), np.where(np.isnan(apart_WxL), np.nan, 0.0))
     held_WxL = np.where(np.isnan(relative_WxL), 0, size_L)  # classes of which a block has none are left out
@@ -121,8 +121,8 @@ def _means(features_DxF: np.ndarray, group_D: np.ndarray, groups: int) -> np.nda
     return np.array([features_DxF[p].mean(axis=0, dtype=np.float64) if len(p) else empty_F for p in parts])
 
 
-def _histogram(owner_D: np.ndarray, numbers_D: np.ndarray, workers: int, classes: int) -> np.ndarray:
-    return np.bincount(owner_D * classes + numbers_D, minlength=workers * classes).reshape(workers, classes)
+def _histogram(owner_D: np.ndarray, codes_D: np.ndarray, workers: int, classes: int) -> np.ndarray:
+    return np.bincount(owner_D * classes + codes_D, minlength=workers * classes).reshape(workers, classes)
 
 
 def _divided(a: np.ndarray, b: np.ndarray | float) -> np.ndarray:

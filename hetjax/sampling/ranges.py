@@ -6,7 +6,7 @@ import bisect
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-Span = tuple[int, int]  # half-open, in samples since the start of training
+Interval = tuple[int, int]  # half-open, in samples since the start of training
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ class RangePool:
     `left` are spans below `begin` that were never done: what a run that was stopped had out at that moment.
     """
 
-    def __init__(self, size: int, end: int, begin: int = 0, left: Iterable[Span] = ()):
+    def __init__(self, size: int, end: int, begin: int = 0, left: Iterable[Interval] = ()):
         if size < 1:
             raise ValueError(f"The data set is empty ({size} samples): there is nothing to hand out.")
         self.size, self.end = size, end
         self._fresh = begin  # the first sample that was never handed out
-        self._back: list[Span] = []
+        self._back: list[Interval] = []
         self._out: set[Range] = set()
         for start, stop in left:
             if not 0 <= start < stop <= begin:
@@ -96,10 +96,10 @@ class RangePool:
         """The samples below this one have all been handed out at least once."""
         return self._fresh
 
-    def undone(self) -> list[Span]:
+    def undone(self) -> list[Interval]:
         """The spans below `handed` that are not done, those out included: what to give as `left` to go on later."""
         out = [(r.epoch * self.size + r.start, r.epoch * self.size + r.stop) for r in self._out]
-        joined: list[Span] = []
+        joined: list[Interval] = []
         for start, stop in sorted([*self._back, *out]):
             if joined and joined[-1][1] == start:
                 joined[-1] = (joined[-1][0], stop)

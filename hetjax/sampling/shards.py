@@ -1,6 +1,6 @@
 """Which samples a worker gets: disjoint shards that follow the shares, cut anew every epoch, or blocks of its own.
 
-The default of training is the global order, where the split does not decide who sees what. The published methods give
+The default of training is the global order, where the split does not plan_fn who sees what. The published methods give
 every worker a shard of its own; these are their rules with the errors taken out: DBS (arXiv 2007.11831) cuts int(p_i D)
 of a fixed permutation, dynamic partition (arXiv 2110.08941) overlapping prefixes. Here every sample is in exactly one
 shard, and all workers finish the epoch in the same number of steps. RCD-SGD (arXiv 2211.00839) cuts once for good.
@@ -19,7 +19,7 @@ import numpy as np
 
 from hetjax.planning.controllers.base import Plan
 from hetjax.planning.rounding import round_to_total
-from hetjax.sampling.order import Decide, Sampler, Span, check_same_samples, permute
+from hetjax.sampling.order import PlanFn, Sampler, Span, check_same_samples, permute
 
 _GOLDEN = 0x9E3779B97F4A7C15  # an odd constant: multiples of it are different seeds
 Unread = Callable[[np.ndarray], np.ndarray]  # of these samples, those not yet read in this epoch
@@ -101,7 +101,7 @@ class ShardedSampler(ABC):
         """The cut of what is unread in an epoch."""
 
     @abstractmethod
-    def plan(self, epoch: int, samples: int, decide: Decide) -> Plan:
+    def plan(self, epoch: int, samples: int, plan_fn: PlanFn) -> Plan:
         """What a cut of so many samples follows; its counts are replaced by those of the steps."""
 
     @abstractmethod
@@ -112,11 +112,11 @@ class ShardedSampler(ABC):
     def same_cut(self, saved: Mapping[str, Any], plan: Plan) -> Plan | None:
         """The plan of a cut that `cut_dict` described, if it fits today's workers."""
 
-    def next(self, cursor: int, decide: Decide) -> tuple[Span, Plan]:
+    def next(self, cursor: int, plan_fn: PlanFn) -> tuple[Span, Plan]:
         """The step at the cursor, and the counts that the epoch's shards give it."""
         epoch, start = divmod(cursor, self.size)
         if epoch != self._epoch:
-            self._begin(epoch, start, decide)
+            self._begin(epoch, start, plan_fn)
         k = int(np.searchsorted(self._starts_S, start))
         if k == len(self._starts_S) or self._starts_S[k] != start:
             raise ValueError(
@@ -127,9 +127,9 @@ class ShardedSampler(ABC):
         step = Span(epoch, start, start + int(counts_W.sum()))
         return step, replace(self._plan, counts_W=counts_W, changed=self._plan.changed and k == 0)
 
-    def _begin(self, epoch: int, start: int, decide: Decide) -> None:
+    def _begin(self, epoch: int, start: int, plan_fn: PlanFn) -> None:
         """Cut an epoch that is entered at this position."""
-        plan, saved = self.plan(epoch, self.size - start, decide), self._resumed
+        plan, saved = self.plan(epoch, self.size - start, plan_fn), self._resumed
         if start > 0 and saved is not None and saved.get("epoch") == epoch:
             if (same := self.same_cut(saved["cut"], plan)) is not None:
                 self._cut(epoch, saved["first"], _mask(saved["read_before"], self.size), same)
@@ -197,8 +197,8 @@ class ProportionalSampler(ShardedSampler):
 
     partition = "proportional"
 
-    def plan(self, epoch: int, samples: int, decide: Decide) -> Plan:
-        return decide(self.even_step(samples), epoch)
+    def plan(self, epoch: int, samples: int, plan_fn: PlanFn) -> Plan:
+        return plan_fn(self.even_step(samples), epoch)
 
     def shards(self, epoch: int, unread: Unread, plan: Plan) -> Shards:
         return proportional_shards(unread(self.order.indices(epoch, 0, self.size)), plan.counts_W, self.batch)
@@ -233,7 +233,7 @@ class BlockSampler(ShardedSampler):
                 "has to be in exactly one block."
             )
 
-    def plan(self, epoch: int, samples: int, decide: Decide) -> Plan:
+    def plan(self, epoch: int, samples: int, plan_fn: PlanFn) -> Plan:
         return Plan(np.array([len(block) for block in self.blocks]), reason="blocks of the partition")
 
     def shards(self, epoch: int, unread: Unread, plan: Plan) -> Shards:

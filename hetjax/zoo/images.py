@@ -18,7 +18,7 @@ from itertools import pairwise
 import jax
 from flax import nnx
 
-from hetjax.zoo.layers import Compute, Dropout, GroupNorm, max_pool, wide
+from hetjax.zoo.layers import ComputeDtype, Dropout, GroupNorm, at_least_float32, max_pool
 
 
 class MLP(nnx.Module):
@@ -31,7 +31,7 @@ class MLP(nnx.Module):
         *,
         hidden: Sequence[int] = (256, 256),
         dropout: float = 0.0,
-        dtype: Compute = None,
+        dtype: ComputeDtype = None,
         rngs: nnx.Rngs,
     ):
         self.axes = len(input_shape)
@@ -44,7 +44,7 @@ class MLP(nnx.Module):
         x = x.reshape(*x.shape[: x.ndim - self.axes], -1)
         for layer in self.layers:
             x = self.dropout(jax.nn.relu(layer(x)), rngs)
-        return wide(self.head(x))
+        return at_least_float32(self.head(x))
 
 
 class CNN(nnx.Module):
@@ -61,7 +61,7 @@ class CNN(nnx.Module):
         widths: Sequence[int] = (32, 64),
         hidden: int = 128,
         dropout: float = 0.0,
-        dtype: Compute = None,
+        dtype: ComputeDtype = None,
         rngs: nnx.Rngs,
     ):
         height, width, channels = input_shape
@@ -81,7 +81,7 @@ class CNN(nnx.Module):
         for conv in self.convs:
             x = max_pool(jax.nn.relu(conv(x)))
         x = jax.nn.relu(self.dense(x.reshape(*x.shape[:-3], -1)))
-        return wide(self.head(self.dropout(x, rngs)))
+        return at_least_float32(self.head(self.dropout(x, rngs)))
 
 
 # norm(features, dtype=..., rngs=...) makes a layer that is called with x [..., height, width, features] alone.
@@ -91,7 +91,7 @@ NormFactory = Callable[..., Callable[[jax.Array], jax.Array]]
 class ResidualBlock(nnx.Module):
     """relu(x + norm(conv(relu(norm(conv(x)))))), with a 1x1 convolution on x where the shape changes."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int, norm: NormFactory, dtype: Compute, rngs: nnx.Rngs):
+    def __init__(self, inputs: int, outputs: int, stride: int, norm: NormFactory, dtype: ComputeDtype, rngs: nnx.Rngs):
         conv = lambda a, b, size, stride: nnx.Conv(
             a, b, (size, size), (stride, stride), use_bias=False, dtype=dtype, rngs=rngs
         )
@@ -122,7 +122,7 @@ class ResNet(nnx.Module):
         blocks: int = 1,
         width: int = 16,
         norm: str | NormFactory = "group",
-        dtype: Compute = None,
+        dtype: ComputeDtype = None,
         rngs: nnx.Rngs,
     ):
         if isinstance(norm, str):
@@ -148,4 +148,4 @@ class ResNet(nnx.Module):
         x = jax.nn.relu(self.stem_norm(self.stem(x)))
         for block in self.blocks:
             x = block(x)
-        return wide(self.head(x.mean(axis=(-3, -2))))
+        return at_least_float32(self.head(x.mean(axis=(-3, -2))))

@@ -27,10 +27,10 @@ from jax.typing import DTypeLike
 
 # The dtype of a model's compute: None takes that of its parameters and inputs, bfloat16 halves the traffic. Parameters
 # are float32 either way.
-Compute = DTypeLike | None
+ComputeDtype = DTypeLike | None
 
 
-def wide(x: jax.Array) -> jax.Array:
+def at_least_float32(x: jax.Array) -> jax.Array:
     """The array in float32, or in its own type if that is wider."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
@@ -60,7 +60,7 @@ class GroupNorm(nnx.Module):
         *,
         groups: int = 8,
         epsilon: float = 1e-5,
-        dtype: Compute = None,
+        dtype: ComputeDtype = None,
         rngs: nnx.Rngs,
     ):
         self.groups = math.gcd(features, groups)
@@ -70,7 +70,7 @@ class GroupNorm(nnx.Module):
         self.bias = nnx.Param(jnp.zeros(features))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        grouped = wide(x).reshape(*x.shape[:-1], self.groups, -1)
+        grouped = at_least_float32(x).reshape(*x.shape[:-1], self.groups, -1)
         axes = (-4, -3, -1)
         centered = grouped - grouped.mean(axes, keepdims=True)
         variance = jnp.square(centered).mean(axes, keepdims=True)

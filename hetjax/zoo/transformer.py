@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from hetjax.zoo.layers import Compute, Dropout, wide
+from hetjax.zoo.layers import ComputeDtype, Dropout, at_least_float32
 
 
 def causal_attention(q_HxTxD: jax.Array, k_HxTxD: jax.Array, v_HxTxD: jax.Array) -> jax.Array:
@@ -18,7 +18,7 @@ def causal_attention(q_HxTxD: jax.Array, k_HxTxD: jax.Array, v_HxTxD: jax.Array)
     from a test in float64 whether two splits agree.
     """
     _, tokens, width = q_HxTxD.shape
-    scores_HxTxT = wide(q_HxTxD @ k_HxTxD.swapaxes(1, 2)) / math.sqrt(width)
+    scores_HxTxT = at_least_float32(q_HxTxD @ k_HxTxD.swapaxes(1, 2)) / math.sqrt(width)
     seen_TxT = jnp.tri(tokens, dtype=bool)
     shares_HxTxT = jax.nn.softmax(jnp.where(seen_TxT, scores_HxTxT, -jnp.inf))
     return shares_HxTxT.astype(v_HxTxD.dtype) @ v_HxTxD
@@ -27,7 +27,7 @@ def causal_attention(q_HxTxD: jax.Array, k_HxTxD: jax.Array, v_HxTxD: jax.Array)
 class TransformerBlock(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x)), dropout on both branches."""
 
-    def __init__(self, width: int, heads: int, dropout: float, dtype: Compute, rngs: nnx.Rngs):
+    def __init__(self, width: int, heads: int, dropout: float, dtype: ComputeDtype, rngs: nnx.Rngs):
         linear = lambda a, b: nnx.Linear(a, b, dtype=dtype, rngs=rngs)
         self.heads = heads
         self.norm1 = nnx.LayerNorm(width, dtype=dtype, rngs=rngs)
@@ -59,7 +59,7 @@ class Transformer(nnx.Module):
         depth: int = 2,
         heads: int = 4,
         dropout: float = 0.1,
-        dtype: Compute = None,
+        dtype: ComputeDtype = None,
         rngs: nnx.Rngs,
     ):
         if width % heads:
@@ -85,4 +85,4 @@ class Transformer(nnx.Module):
         for block in self.blocks:
             x_TxD = block(x_TxD, rngs)
         x_TxD = self.norm(x_TxD)
-        return wide(x_TxD @ embedding_VxD.T.astype(x_TxD.dtype))
+        return at_least_float32(x_TxD @ embedding_VxD.T.astype(x_TxD.dtype))

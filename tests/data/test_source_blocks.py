@@ -12,7 +12,7 @@ from hetjax.data import MemorySource, load
 from hetjax.data.source_blocks import (
     fingerprint,
     make_blocks,
-    named_features,
+    parse_features,
     read_classes,
     read_features,
     shared_blocks,
@@ -39,8 +39,8 @@ def test_features_are_the_inputs_as_the_model_sees_them():
     np.testing.assert_array_equal(raw, (source.arrays["image"] * np.float32(1 / 255)).reshape(1500, 16))
     np.testing.assert_array_equal(read_features(source, "pca:5"), principal_components(raw, 5))
     np.testing.assert_allclose(read_features(source, mean_and_spread)[:, 0], raw.mean(1), rtol=1e-6)
-    assert named_features("test_source_blocks:mean_and_spread")(source.rows(np.arange(2))).shape == (2, 2)
-    assert named_features("pca:5") == "pca:5"
+    assert parse_features("test_source_blocks:mean_and_spread")(source.rows(np.arange(2))).shape == (2, 2)
+    assert parse_features("pca:5") == "pca:5"
 
 
 class OneByOne:
@@ -95,7 +95,7 @@ def test_submodular_blocks_of_a_source_are_those_of_its_features():
 
 def test_blocks_remember_their_features_so_that_they_are_found_again():
     told = make_blocks(arrays(), [2, 1], features=mean_and_spread).settings["features"]
-    assert named_features(told) is mean_and_spread
+    assert parse_features(told) is mean_and_spread
 
 
 def test_shared_blocks_of_one_process_are_its_own():
@@ -136,7 +136,7 @@ def test_bad_wishes_are_explained(asked, sentence):
 @pytest.mark.parametrize("text", ["nowhere:f", "numpy:nothing", "numpy:pi"])
 def test_an_embedding_that_is_not_there_is_explained(text):
     with pytest.raises(ValueError, match=f"{text}"):
-        named_features(text)
+        parse_features(text)
 
 
 def test_the_command_cuts_compares_and_cuts_again(tmp_path, capsys):

@@ -54,7 +54,7 @@ def test_blocks_follow_the_simulated_speeds_and_a_resumed_run_keeps_them(tmp_pat
     blocks = blocks_for(tmp_path, *flags)
     assert blocks.sizes_W.tolist() == [523, 523, 261, 131]
     assert blocks.settings["rule"] == "parts"
-    blocks.renamed(mark="kept").save(tmp_path / "blocks.npz")
+    blocks.with_settings(mark="kept").save(tmp_path / "blocks.npz")
     told = io.StringIO()
     assert blocks_for(tmp_path, *flags, "--resume", told=told).settings["mark"] == "kept"
     assert "mark" not in blocks_for(tmp_path, *flags, "--objective", "graph-cut", "--resume").settings
@@ -68,7 +68,7 @@ def test_a_resumed_run_moves_few_samples_to_its_new_rates(tmp_path):
     found = blocks_for(tmp_path, *flags, "--speeds", "1,0.5,0.5,0.25", told=told)
     expected = recut(old, read_features(load("digits")), [1, 0.5, 0.5, 0.25])
     assert np.array_equal(found.owner_D, expected.blocks.owner_D)
-    assert expected.told in told.getvalue()
+    assert expected.summary in told.getvalue()
     assert np.array_equal(Blocks.load(tmp_path / "blocks.npz").owner_D, found.owner_D)
     fewer = blocks_for(tmp_path, *flags, "--speeds", "2,1")  # nobody who stays loses a sample
     assert fewer.workers == 2
@@ -161,7 +161,7 @@ def test_blocks_from_a_file_and_no_blocks_at_all(tmp_path):
     found = blocks_for(tmp_path, "--devices", "2", "--blocks", str(tmp_path / "mine.npz"))
     assert np.array_equal(found.owner_D, mine.owner_D)
     assert not (tmp_path / "blocks.npz").exists()
-    mine.renamed(data="of others").save(tmp_path / "mine.npz")
+    mine.with_settings(data="of others").save(tmp_path / "mine.npz")
     with pytest.raises(ValueError, match="cut from other samples"):
         blocks_for(tmp_path, "--devices", "2", "--blocks", str(tmp_path / "mine.npz"))
     name = partitions.partition_of(configs.Config(), choose("dbs"), None, jax.devices(), None, tmp_path, None)

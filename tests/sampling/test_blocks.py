@@ -62,7 +62,7 @@ def test_an_empty_block_is_a_block():
 
 
 def test_blocks_are_saved_and_loaded(tmp_path):
-    blocks = random_blocks(np.arange(50) % 3, [3, 1]).renamed(bandwidths=[0.1, 2.0], name="é")
+    blocks = random_blocks(np.arange(50) % 3, [3, 1]).with_settings(bandwidths=[0.1, 2.0], name="é")
     blocks.save(tmp_path / "blocks.npz")
     again = Blocks.load(tmp_path / "blocks.npz")
     assert np.array_equal(again.owner_D, blocks.owner_D)

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from hetjax.planning.controllers.base import Plan
-from hetjax.sampling.nodes import BetweenNodes, NodeSampler
+from hetjax.sampling.nodes import NodeAllocator, NodeSampler
 from hetjax.sampling.order import Sampler
 
 
 def all_nodes(nodes, rule, size=103, batch=16, quantum=1, blocking=lambda epoch: epoch == 0, rates=None):
-    sharing = [BetweenNodes(nodes, rule) for _ in range(nodes)]
+    sharing = [NodeAllocator(nodes, rule) for _ in range(nodes)]
     if rates is not None:
         for one in sharing:
             one.counts(batch, 0, quantum)
@@ -66,7 +66,7 @@ def test_groups_of_batch_norm_stay_whole():
 
 def test_steps_in_proportion_to_speed_by_hand():
     """Rates 2 : 1 and 48 samples in steps of 8: 32 and 16, in batches of 4: 8 steps and every second one of them."""
-    sharing = BetweenNodes(2, "steps")
+    sharing = NodeAllocator(2, "steps")
     sharing.observe(np.ones(2), np.full(2, 4.0), np.array([1.0, 2.0]))
     assert sharing.cut(48, 8).tolist() == [[4, 0], [4, 4]] * 4
     assert sharing.cut(3, 8).tolist() == [[2, 1]]
@@ -110,7 +110,7 @@ def test_no_node_gets_more_than_it_can_take():
     for sampler in samplers:
         sampler.between.limit([20, 40], 32)
     assert [part.batch for part in walk(samplers, 1)[5]] == [20, 12]
-    sharing = BetweenNodes(2, "steps")
+    sharing = NodeAllocator(2, "steps")
     sharing.observe(np.ones(2), np.full(2, 4.0), np.array([1.0, 2.0]))
     sharing.limit([2, 8], 8)
     counts_TxN = sharing.cut(48, 8)
@@ -121,18 +121,18 @@ def test_no_node_gets_more_than_it_can_take():
 
 
 def test_what_was_learned_survives_as_json():
-    before = BetweenNodes(2, "balanced")
+    before = NodeAllocator(2, "balanced")
     for _ in range(3):
         before.counts(32, 0, 1)
         before.observe(np.ones(2), np.full(2, 16.0), np.array([1.0, 3.0]))
-    after = BetweenNodes(2, "balanced")
+    after = NodeAllocator(2, "balanced")
     after.load_state_dict(json.loads(json.dumps(before.state_dict())))
     assert after.counts(32, 0, 1).tolist() == before.counts(32, 0, 1).tolist()
-    other = BetweenNodes(3, "balanced")
+    other = NodeAllocator(3, "balanced")
     other.load_state_dict(before.state_dict())  # about other nodes: begins anew
     assert other.rate_N is None
 
 
 def test_nonsense_is_refused():
     with pytest.raises(ValueError, match="balanced, equal, steps"):
-        BetweenNodes(2, "chance")
+        NodeAllocator(2, "chance")

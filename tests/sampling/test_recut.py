@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetjax.sampling.blocks import class_balanced_blocks, numbered, quotas, random_blocks
+from hetjax.sampling.blocks import class_balanced_blocks, encode_classes, quotas, random_blocks
 from hetjax.sampling.quality import quality
 from hetjax.sampling.submodular import recut, submodular_blocks
 from hetjax.sampling.submodular.objectives import gaussian_kernel, value
@@ -28,7 +28,7 @@ def test_as_few_samples_move_as_the_quotas_allow(before, after, joined, seed):
     x, classes = samples(seed)
     old = submodular_blocks(x, classes, before)
     new = recut(old, x, after)
-    numbers, sizes = numbered(classes)
+    numbers, sizes = encode_classes(classes)
     quota = quotas(sizes, np.array(after))
     counted = lambda blocks: np.array(
         [np.bincount(blocks.owner_D[numbers == c], minlength=9) for c in range(len(sizes))]

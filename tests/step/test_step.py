@@ -303,7 +303,7 @@ def test_loaders_of_unequal_length_end_together(lengths, monkeypatch, caplog):
     requests = [Asked() for _ in lengths]
     table = {}
     loaders = [
-        host_batches.ends_together(iter(range(length)), asked, table.__getitem__, range(len(lengths)), 0)
+        host_batches.until_shortest(iter(range(length)), asked, table.__getitem__, range(len(lengths)), 0)
         for length, asked in zip(lengths, requests, strict=True)
     ]
     made = 0

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from hetjax.sampling.blocks import Blocks, checked_rates, numbered, quotas
+from hetjax.sampling.blocks import Blocks, encode_classes, quotas, validate_rates
 from hetjax.sampling.submodular.features import flat_features, split_large
 from hetjax.sampling.submodular.objectives import OBJECTIVES, Objective, gaussian_kernel, median_bandwidth
 
@@ -35,7 +35,7 @@ TURNS = {
     "per-rate": "f(A_j) / r_j: the poorest for its rate",
     "fill": "|A_j| / C_j: the emptiest for its quota",
 }
-Progress = Callable[[int], None]  # told how many samples were placed since it was last told
+ProgressFn = Callable[[int], None]  # told how many samples were placed since it was last told
 _TELL_EVERY = 64
 
 
@@ -45,7 +45,7 @@ def fill_blocks(
     quota_W: np.ndarray,
     rate_W: np.ndarray,
     rule: str,
-    progress: Progress | None = None,
+    progress: ProgressFn | None = None,
 ) -> Iterator[tuple[int, int]]:
     """Give the samples without an owner (-1) to blocks below their quota, one by one: (worker, sample) of each turn.
 
@@ -138,44 +138,44 @@ def submodular_blocks(
     bandwidth: float | str = "median",
     carry: bool = True,
     largest: int = LARGEST,
-    progress: Progress | None = None,
+    progress: ProgressFn | None = None,
 ) -> Blocks:
     """Blocks whose samples stand for their class as well as so few can, sized by the workers' rates.
 
     objective   'facility-location' or 'graph-cut'
-    rule        'min-block' as published, 'per-rate', 'fill' or 'parts' (see RULES); 'auto': see `chosen_rule`
+    rule        'min-block' as published, 'per-rate', 'fill' or 'parts' (see RULES); 'auto': see `resolve_rule`
     bandwidth   of the Gaussian kernel: 'median' of the distances within each class, or one number
     carry       quotas make up for rounding in the classes before; False: each class by itself, as published
     largest     classes with more samples are cut into k-means parts first; memory grows with its square
     """
-    features_DxF, rates_W = flat_features(features_DxF), checked_rates(rates_W)
+    features_DxF, rates_W = flat_features(features_DxF), validate_rates(rates_W)
     if objective not in OBJECTIVES:
         raise ValueError(f"There is no objective {objective!r}. Choose one of {', '.join(OBJECTIVES)}.")
     if len(features_DxF) != len(classes_D):
         raise ValueError(f"There are {len(features_DxF)} rows of features but {len(classes_D)} classes: one each.")
     if largest < 1:
         raise ValueError(f"largest is {largest}: expected at least one sample to a kernel.")
-    rule = chosen_rule(rule, rates_W)
+    rule = resolve_rule(rule, rates_W)
     parts_D = split_large(classes_D, features_DxF, largest)
-    quota_LxW = quotas(numbered(parts_D)[1], rates_W, carry=carry)
+    quota_LxW = quotas(encode_classes(parts_D)[1], rates_W, carry=carry)
     owner_D = np.empty(len(parts_D), np.int64)
     widths = []
     for (members, sim_VxV, width), quota_W in zip(
         class_kernels(features_DxF, parts_D, bandwidth), quota_LxW, strict=True
     ):
-        owner_D[members] = share_out(sim_VxV, quota_W, rates_W, objective, rule, progress)
+        owner_D[members] = assign_owners(sim_VxV, quota_W, rates_W, objective, rule, progress)
         widths.append(width)
     settings = {"name": f"{objective}, {rule}", "objective": objective, "rule": rule, "bandwidths": widths}
     return Blocks(owner_D, parts_D, rates_W, settings | {"carry": carry})
 
 
-def share_out(
+def assign_owners(
     sim_VxV: np.ndarray,
     quota_W: np.ndarray,
     rates_W: np.ndarray,
     objective: str,
     rule: str,
-    progress: Progress | None = None,
+    progress: ProgressFn | None = None,
 ) -> np.ndarray:
     """The owner of every sample of one class, given its kernel and quotas."""
     worker_P = np.arange(len(quota_W))
@@ -189,7 +189,7 @@ def share_out(
     return worker_P[owner_V]
 
 
-def chosen_rule(rule: str, rates_W: np.ndarray) -> str:
+def resolve_rule(rule: str, rates_W: np.ndarray) -> str:
     """'auto' is the published rule at equal rates and 'parts' at unequal ones, where turns leave worse than chance."""
     if rule == "auto":
         used_W = rates_W[rates_W > 0]
@@ -203,10 +203,10 @@ def class_kernels(
     features_DxF: np.ndarray, classes_D: np.ndarray, bandwidth: float | str | list[float]
 ) -> Iterator[tuple[np.ndarray, np.ndarray, float]]:
     """Class by class: its samples, their kernel, its bandwidth (given as one number for all, or a list of one each)."""
-    numbers_D, sizes_L = numbered(classes_D)
+    codes_D, sizes_L = encode_classes(classes_D)
     width_of = _widths(bandwidth, len(sizes_L))
     for number in range(len(sizes_L)):
-        members = np.flatnonzero(numbers_D == number)
+        members = np.flatnonzero(codes_D == number)
         width = width_of(number, features_DxF[members])
         yield members, gaussian_kernel(features_DxF[members], width), width
 

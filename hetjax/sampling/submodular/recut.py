@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hetjax.sampling.blocks import Blocks, checked_rates, numbered, quotas
-from hetjax.sampling.submodular.cut import Progress, chosen_rule, class_kernels, share_out
+from hetjax.sampling.blocks import Blocks, encode_classes, quotas, validate_rates
+from hetjax.sampling.submodular.cut import ProgressFn, assign_owners, class_kernels, resolve_rule
 from hetjax.sampling.submodular.features import flat_features
 from hetjax.sampling.submodular.objectives import total_value
 
@@ -35,7 +35,7 @@ class Recut:
         return 1.0 - self.value_after / self.value_fresh if self.value_fresh else float("nan")
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """For people."""
         return (
             f"{self.moved:,} samples moved; a cut from scratch would move {self.fresh_moved:,}. f in all: "
@@ -51,19 +51,19 @@ def recut(
     *,
     rule: str = "auto",
     against_fresh: bool = True,
-    progress: Progress | None = None,
+    progress: ProgressFn | None = None,
 ) -> Recut:
     """Move samples of submodular blocks so that their sizes follow new rates.
 
     A worker that has left gets the rate 0; new workers come after the old ones. The objective and the bandwidths are
     those of the blocks. `against_fresh` makes the cut from scratch too, to say what f lost; it takes its full time.
     """
-    features_DxF, rates_W = flat_features(features_DxF), checked_rates(rates_W)
+    features_DxF, rates_W = flat_features(features_DxF), validate_rates(rates_W)
     _check(blocks, features_DxF, rates_W)
     objective, widths = blocks.settings["objective"], blocks.settings["bandwidths"]
-    rule = chosen_rule(rule, rates_W)
+    rule = resolve_rule(rule, rates_W)
     carry = bool(blocks.settings.get("carry", True))
-    quota_LxW = quotas(numbered(blocks.classes_D)[1], rates_W, carry=carry)
+    quota_LxW = quotas(encode_classes(blocks.classes_D)[1], rates_W, carry=carry)
     owner_D, fresh_D = blocks.owner_D.copy(), blocks.owner_D.copy()
     before = after = fresh = 0.0
     for (members, sim_VxV, _), quota_W in zip(
@@ -73,7 +73,7 @@ def recut(
         owner_D[members] = moved_owners(sim_VxV, owner_D[members], quota_W, objective, progress)
         after += total_value(objective, sim_VxV, owner_D[members])
         if against_fresh:
-            fresh_D[members] = share_out(sim_VxV, quota_W, rates_W, objective, rule)
+            fresh_D[members] = assign_owners(sim_VxV, quota_W, rates_W, objective, rule)
             fresh += total_value(objective, sim_VxV, fresh_D[members])
     made = {"rule": f"recut, {rule}", "name": f"{objective}, recut"}
     return Recut(
@@ -88,7 +88,7 @@ def recut(
 
 
 def moved_owners(
-    sim_VxV: np.ndarray, owner_V: np.ndarray, quota_W: np.ndarray, objective: str, progress: Progress | None = None
+    sim_VxV: np.ndarray, owner_V: np.ndarray, quota_W: np.ndarray, objective: str, progress: ProgressFn | None = None
 ) -> np.ndarray:
     """New owners of one class's samples: sum_j max(|A_j| - C_j, 0) of them change, which is the least."""
     owner_V = owner_V.copy()
@@ -106,7 +106,7 @@ def moved_owners(
 
 
 def _dealt(sim_VxV: np.ndarray, some: np.ndarray, quota_W: np.ndarray, objective: str) -> np.ndarray:
-    return share_out(sim_VxV[np.ix_(some, some)], quota_W, quota_W.astype(np.float64), objective, "parts")
+    return assign_owners(sim_VxV[np.ix_(some, some)], quota_W, quota_W.astype(np.float64), objective, "parts")
 
 
 def _check(blocks: Blocks, features_DxF: np.ndarray, rates_W: np.ndarray) -> None:

@@ -19,7 +19,7 @@ from hetjax.devices.workers import Workers
 from hetjax.fleet.agree import gather
 from hetjax.reduce.base import Reduce
 from hetjax.reduce.update import State
-from hetjax.sampling.nodes import RULES, BetweenNodes, NodeSampler
+from hetjax.sampling.nodes import RULES, NodeAllocator, NodeSampler
 from hetjax.sampling.order import Sampler
 from hetjax.sync.base import Setting, Sync
 from hetjax.sync.daso.across import AcrossProcesses
@@ -93,7 +93,7 @@ class Daso(Sync):
         self.manner = DasoConfig(blend, wire, wait, faithful)
         self.schedule = DasoSchedule(**self._options)  # refuses nonsense at once
         self.between, self.wait_limit, self.link = between, wait_limit, link
-        self.sharing: BetweenNodes | None = None  # over several processes
+        self.sharing: NodeAllocator | None = None  # over several processes
         self._shared_before: dict[str, Any] | None = None
         self.reduce: Nodes | None = None
 
@@ -173,7 +173,7 @@ class Daso(Sync):
                 "proportion to speed are not made of whole groups. Use between='balanced'."
             )
         if self.sharing is None:
-            self.sharing = BetweenNodes(nodes, self.between)
+            self.sharing = NodeAllocator(nodes, self.between)
             if self._shared_before is not None:
                 self.sharing.load_state_dict(self._shared_before)
         return NodeSampler(

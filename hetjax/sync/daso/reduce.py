@@ -17,7 +17,7 @@ from hetjax.fleet.agree import Disagreement
 from hetjax.reduce.base import Replicas
 from hetjax.reduce.layout import Layout, Parts, StepReport
 from hetjax.reduce.update import State
-from hetjax.sampling.nodes import BetweenNodes
+from hetjax.sampling.nodes import NodeAllocator
 from hetjax.sampling.order import PlannedStep
 from hetjax.sync.daso.averaging import ALL_OF_IT, NODE, BlendWeights, Leaves, receives_first, terms
 from hetjax.sync.daso.exchange import (
@@ -84,7 +84,7 @@ class Nodes:
         exchange: Exchange,
         schedule: DasoSchedule,
         manner: DasoConfig,
-        sharing: BetweenNodes | None = None,
+        sharing: NodeAllocator | None = None,
     ):
         """samples: of an epoch; leads: the first worker of every node, of all processes; sharing: who takes how much
         of a step, where nodes plan on their own."""
