@@ -30,12 +30,12 @@ class TextSource(RowSource):
         return -(-(len(self.text) - 1) // self.window)
 
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        places_BxT = self.checked_indices(indices)[:, None] * self.window + np.arange(self.window)
+        position_BxT = self.checked_indices(indices)[:, None] * self.window + np.arange(self.window)
         last = len(self.text) - 1
         return {
-            "tokens": self.text[np.minimum(places_BxT, last)].astype(np.int32),
-            "targets": self.text[np.minimum(places_BxT + 1, last)].astype(np.int32),
-            "weights": (places_BxT < last).astype(np.float32),
+            "tokens": self.text[np.minimum(position_BxT, last)].astype(np.int32),
+            "targets": self.text[np.minimum(position_BxT + 1, last)].astype(np.int32),
+            "weights": (position_BxT < last).astype(np.float32),
         }
 
 

@@ -1,1 +1,1 @@
-"""Which samples form a step, and which worker gets them. Pure NumPy; never imports jax."""
+"""Which samples form a step, and which worker gets them. Pure NumPy, never imports JAX."""

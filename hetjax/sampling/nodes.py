@@ -1,8 +1,6 @@
-"""Samples of nodes that plan on their own: how a step is shared between nodes, and which samples are whose.
+"""Splits every step of the global order between nodes, each of which plans its own part.
 
-How a step is shared between nodes that plan on their own: from what all of them know, so that all plan_fn alike.
-
-Which samples are one node's: its part of every step of the global order, known to all without a message.
+The split is computed from data that all nodes have, so all agree on it without communication.
 """
 
 from __future__ import annotations
@@ -20,23 +18,28 @@ from hetjax.planning.rounding import round_to_total
 from hetjax.sampling.order import PlanFn, Sampler, Span
 
 RULES = ("balanced", "equal", "steps")
-_MEMORY = 0.3  # of the latest exchange in a node's rate
+_EMA_WEIGHT = 0.3  # of the latest measurement in the moving average of a node's rate
 
 
 class NodeAllocator:
-    """balanced: all nodes make the same steps, with samples by the controller of that name; equal: with equal samples;
-    steps: the same samples a step, and steps in proportion to speed."""
+    """Decides how many samples of a step each node takes.
+
+    Args:
+        nodes: Number of nodes.
+        rule: "balanced": all nodes take part in every step, with counts from the `balanced` controller; "equal": the
+            same with equal counts; "steps": equal counts per step, and steps in proportion to a node's speed.
+    """
 
     def __init__(self, nodes: int, rule: str):
         if rule not in RULES:
-            raise ValueError(f"Between nodes is {rule!r}: choose one of {', '.join(RULES)}.")
+            raise ValueError(f"There is no rule {rule!r} between nodes: choose one of {', '.join(RULES)}.")
         self.nodes, self.rule = nodes, rule
         self.controller: Controller = controllers.make("equal" if rule == "equal" else "balanced")
-        self.rate_N: np.ndarray | None = None  # samples a second
-        self.capacity_N: np.ndarray | None = None  # most samples that a node can take in one step; None: all of it
+        self.rate_N: np.ndarray | None = None  # samples/s
+        self.capacity_N: np.ndarray | None = None  # largest count of a node in one step; None: no limit
 
     def limit(self, capacity_N: Sequence[int], batch: int) -> None:
-        """Say how many samples each node can take in one step, of at most `batch` in all."""
+        """Set each node's capacity; raise ValueError if they cannot hold a global batch of `batch` samples."""
         self.capacity_N = np.asarray(capacity_N, np.int64)
         if self.capacity_N.sum() < batch:
             raise ValueError(
@@ -45,7 +48,7 @@ class NodeAllocator:
             )
 
     def counts(self, batch: int, epoch: int, quantum: int) -> np.ndarray:
-        """How many samples of a step that all nodes make each one takes."""
+        """Each node's count in a step that all nodes take part in."""
         least = quantum if batch >= quantum * self.nodes else 0
         limits = Limits.plain(self.nodes, -(-batch // quantum) * quantum, minimum=least, quantum=quantum)
         if self.capacity_N is not None:
@@ -53,10 +56,10 @@ class NodeAllocator:
         return self.controller.plan(batch, limits, epoch).counts_W
 
     def cut(self, samples: int, batch: int) -> np.ndarray:
-        """Steps in proportion to speed: how many of so many samples each node takes in every step, [steps, nodes].
+        """Counts [steps, nodes] that divide `samples` with steps in proportion to speed.
 
-        Node j gets a share D_j by its rate, in steps of about batch / nodes. The steps of the others are spread evenly
-        between those of the fastest; all of them take part in the last.
+        Node j gets D_j samples in proportion to its rate, in steps of about batch / nodes. The steps of slower nodes
+        are spread evenly over those of the fastest; all nodes take part in the last step.
         """
         rate_N = np.ones(self.nodes) if self.rate_N is None else self.rate_N
         share_N = round_to_total(samples * (rate_N / rate_N.sum()), samples)
@@ -69,15 +72,15 @@ class NodeAllocator:
         return counts_TxN[counts_TxN.any(axis=1)]
 
     def observe(self, steps_N: np.ndarray, samples_N: np.ndarray, seconds_N: np.ndarray) -> None:
-        """What the nodes did since they were asked last: steps, the samples in them, and how long they took."""
-        some_N = (steps_N > 0) & (seconds_N > 0)
-        if not some_N.all():
+        """Update the rates from each node's steps, samples and seconds since the last call."""
+        active_N = (steps_N > 0) & (seconds_N > 0)
+        if not active_N.all():
             return
         times_N = np.round(seconds_N / steps_N, 6)
         counts_N = np.rint(samples_N / steps_N).astype(np.int64)
         self.controller.observe(Observation(counts_N, counts_N.astype(np.float64), times_N))
         rate_N = samples_N / seconds_N
-        self.rate_N = rate_N if self.rate_N is None else self.rate_N + _MEMORY * (rate_N - self.rate_N)
+        self.rate_N = rate_N if self.rate_N is None else self.rate_N + _EMA_WEIGHT * (rate_N - self.rate_N)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -87,7 +90,7 @@ class NodeAllocator:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on with what was known, if it was about as many nodes and by the same rule."""
+        """Restore the learned rates if they belong to the same number of nodes and the same controller."""
         if saved["nodes"] != self.nodes or saved["controller"]["controller"] != self.controller.name:
             return
         self.controller.load_state_dict(saved["controller"])
@@ -95,45 +98,55 @@ class NodeAllocator:
 
 
 class NodeSampler:
-    """Steps run through the positions of the global order, and within a step through the nodes. So the cursor means the
-    same as there, every sample comes once, and a run can go on with other nodes anywhere.
+    """One node's part of every step of the global order.
 
-    blocking: whether nodes agree in every step of an epoch, and so have to make the same steps.
+    Steps run through the positions of the global order, and within a step through the nodes. So the cursor has the
+    same meaning as there, every sample is read once per epoch, and a run can resume anywhere with other nodes.
+
+    Args:
+        order: The global order.
+        node: Index of this node.
+        allocator: Splits a step between the nodes.
+        blocking: Whether nodes synchronize in every step of an epoch, and so have to make the same steps.
+        quantum: Counts are multiples of this, except in the last step of an epoch.
     """
 
     def __init__(
-        self, order: Sampler, node: int, between: NodeAllocator, blocking: Callable[[int], bool], quantum: int = 1
+        self, order: Sampler, node: int, allocator: NodeAllocator, blocking: Callable[[int], bool], quantum: int = 1
     ):
-        self.order, self.node, self.between, self.quantum = order, node, between, quantum
+        self.order, self.node, self.allocator, self.quantum = order, node, allocator, quantum
         self.blocking = blocking
         self.size, self.batch, self.partition = order.size, order.batch, order.partition
-        self._counts_N = np.full(between.nodes, order.batch // between.nodes)  # of the step planned last
-        self._cut: tuple[int, dict[int, np.ndarray]] = (-1, {})  # an epoch with unequal steps: counts by position
+        self._counts_N = np.full(allocator.nodes, order.batch // allocator.nodes)  # of the last planned step
+        self._cut: tuple[int, dict[int, np.ndarray]] = (
+            -1,
+            {},
+        )  # epoch with unequal steps, counts by position
 
     def next(self, cursor: int, plan_fn: PlanFn) -> tuple[Span, Plan]:
-        """This node's part of the step at the cursor, and its plan."""
+        """Return this node's part of the step at the cursor, and its plan."""
         epoch, start = divmod(cursor, self.size)
-        if self.between.rule == "steps" and not self.blocking(epoch):
+        if self.allocator.rule == "steps" and not self.blocking(epoch):
             if epoch != self._cut[0] or start not in self._cut[1]:
                 self._cut = epoch, self._by_position(start)
             counts_N = self._cut[1][start]
         else:
-            counts_N = self.between.counts(self.order.step(cursor).batch, epoch, self.quantum)
+            counts_N = self.allocator.counts(self.order.step(cursor).batch, epoch, self.quantum)
         self._counts_N = counts_N
         step = self._part(epoch, start, counts_N)
         return step, plan_fn(step.batch, epoch)
 
     def _by_position(self, start: int) -> dict[int, np.ndarray]:
-        counts_TxN = self.between.cut(self.size - start, self.batch)
+        counts_TxN = self.allocator.cut(self.size - start, self.batch)
         starts_T = start + np.cumsum(counts_TxN.sum(axis=1)) - counts_TxN.sum(axis=1)
-        return {int(at): counts_N for at, counts_N in zip(starts_T, counts_TxN, strict=True)}
+        return {int(position): counts_N for position, counts_N in zip(starts_T, counts_TxN, strict=True)}
 
     def _part(self, epoch: int, start: int, counts_N: np.ndarray) -> Span:
         first = start + int(counts_N[: self.node].sum())
         return Span(epoch, first, first + int(counts_N[self.node]), (start, start + int(counts_N.sum())))
 
     def ahead(self, cursor: int) -> Span | None:
-        """This node's part of a step that has not been planned yet, as far as it can be guessed."""
+        """Predict this node's part of a step that is not planned yet, to prefetch it; None if unknown."""
         epoch, start = divmod(cursor, self.size)
         if epoch == self._cut[0]:
             known_N = self._cut[1].get(start)

@@ -1,10 +1,10 @@
-"""How well each block stands for the whole: class histograms, f, and distances of means and covariances.
+"""How well each block represents the dataset: class histograms, f, and distances of means and covariances.
 
     mean distance         |mean of block - mean of all| / rms distance of a sample from the mean of all
-    within classes        the same inside every class, averaged over classes weighted by size
+    within-class distance the same inside every class, averaged over classes weighted by size
     covariance distance   |cov of block - cov of all|_F / |cov of all|_F
 
-All are 0 for a block that equals the whole. A random block of n samples is about 1/sqrt(n) away in its mean.
+All are 0 for a block that equals the dataset. The mean distance of a random block of n samples is about 1/sqrt(n).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from hetjax.sampling.submodular.cut import class_kernels
 from hetjax.sampling.submodular.features import flat_features, moments, principal_components
 from hetjax.sampling.submodular.objectives import OBJECTIVES, value
 
-_WIDEST = 1024  # covariances of wider features are taken of this many principal components
+_MAX_WIDTH = 1024  # wider features are reduced to this many principal components before their covariance
 
 
 @dataclass(frozen=True)
 class Quality:
-    """One partition; NaN stands for the distances of an empty block."""
+    """Measures of one partition; distances of an empty block are NaN."""
 
     sizes_W: np.ndarray
-    classes_WxL: np.ndarray  # samples of every class in every block
+    classes_WxL: np.ndarray  # number of samples of every class in every block
     values: Mapping[str, np.ndarray]  # objective -> f of every block, summed over classes
     mean_distance_W: np.ndarray
     within_distance_W: np.ndarray
@@ -35,7 +35,7 @@ class Quality:
 
     @property
     def class_distance_W(self) -> np.ndarray:
-        """Half the L1 distance of a block's class shares to those of the whole: the share of it that is misplaced."""
+        """Total variation distance between the class distributions of block and dataset: half the L1 distance."""
         share_L = self.classes_WxL.sum(axis=0) / self.classes_WxL.sum()
         own_WxL = _divided(self.classes_WxL.astype(np.float64), self.sizes_W[:, None])
         return 0.5 * np.abs(own_WxL - share_L).sum(axis=1)
@@ -48,9 +48,9 @@ def quality(
     bandwidth: float | str | list[float] = "median",
     objectives: tuple[str, ...] = tuple(OBJECTIVES),
 ) -> dict[str, Quality]:
-    """Measure partitions of the same samples and classes side by side, in the same features and with the same kernels.
+    """Measure several partitions of the same samples, with the same features and kernels.
 
-    The classes are those of the first partition. Without objectives no kernel is made, which takes most of the time.
+    The classes are those of the first partition. An empty `objectives` skips the kernels, which take most of the time.
     """
     features_DxF, first = flat_features(features_DxF), next(iter(partitions.values()))
     for name, blocks in partitions.items():
@@ -66,8 +66,8 @@ def quality(
                 owner_V = blocks.owner_D[members]
                 for f, value_W in values[name].items():
                     value_W += [value(f, sim_VxV, np.flatnonzero(owner_V == j)) for j in range(first.workers)]
-    wide = features_DxF.shape[1] > _WIDEST
-    narrow_DxF = principal_components(features_DxF, _WIDEST) if wide else features_DxF
+    wide = features_DxF.shape[1] > _MAX_WIDTH
+    narrow_DxF = principal_components(features_DxF, _MAX_WIDTH) if wide else features_DxF
     codes_D, sizes_L = encode_classes(first.classes_D)
     whole = moments(narrow_DxF)
     means_LxF = _means(features_DxF, codes_D, len(sizes_L))
@@ -101,7 +101,7 @@ def _within_distances(
     own_WLxF = _means(features_DxF, blocks.owner_D * classes + codes_D, workers * classes)
     apart_WxL = np.linalg.norm(own_WLxF.reshape(workers, classes, -1) - means_LxF, axis=2)
     relative_WxL = np.where(spread_L > 0, _divided(apart_WxL, spread_L), np.where(np.isnan(apart_WxL), np.nan, 0.0))
-    held_WxL = np.where(np.isnan(relative_WxL), 0, size_L)  # classes of which a block has none are left out
+    held_WxL = np.where(np.isnan(relative_WxL), 0, size_L)  # classes that a block has no sample of do not count
     return _divided((np.nan_to_num(relative_WxL) * held_WxL).sum(axis=1), held_WxL.sum(axis=1))
 
 
@@ -113,7 +113,7 @@ def _covariance_distances(features_DxF: np.ndarray, blocks: Blocks, whole_FxF: n
 
 
 def _means(features_DxF: np.ndarray, group_D: np.ndarray, groups: int) -> np.ndarray:
-    """The mean of every group in float64; NaN for one without samples."""
+    """The mean of every group in float64; NaN for an empty group."""
     order_D = np.argsort(group_D, kind="stable")
     size_G = np.bincount(group_D, minlength=groups)
     parts = np.split(order_D, np.cumsum(size_G)[:-1])

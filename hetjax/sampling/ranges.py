@@ -1,4 +1,4 @@
-"""A pool of index ranges: every position of every epoch is handed out once, and again only if it came back undone."""
+"""A pool of index ranges: every position of every epoch is handed out once, and again only if it was given back."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Interval = tuple[int, int]  # half-open, in samples since the start of training
 
 @dataclass(frozen=True)
 class Range:
-    """The half-open range [start, stop) of positions in the order of one epoch."""
+    """The half-open range [start, stop) of positions in one epoch's order."""
 
     epoch: int
     start: int
     stop: int
-    last: bool = False  # it ends its epoch
+    last: bool = False  # whether it ends its epoch
 
     @property
     def count(self) -> int:
@@ -24,33 +24,37 @@ class Range:
 
 
 class RangePool:
-    """Hands out the samples `begin .. end - 1` of training, `size` to an epoch, in order and each exactly once.
+    """Hands out the samples [begin, end) of training, in order and each exactly once.
 
-    A range is out from `take` until it is `done` or comes back by `give_back`; what came back is handed out before
-    anything new. Ranges never reach over the end of an epoch. There is no barrier between epochs: the next one begins
-    while ranges of the last are still out.
+    A range is out from `take` until `done` or `give_back`. Ranges given back are handed out before new ones. A range
+    never crosses the end of an epoch, but there is no barrier between epochs: the next one starts while ranges of the
+    last are still out.
 
-    `left` are spans below `begin` that were never done: what a run that was stopped had out at that moment.
+    Args:
+        size: Samples per epoch.
+        end: Samples since the start of training at which to stop.
+        begin: Samples handed out before, by the run that is resumed.
+        left: Intervals below `begin` that were handed out but never done (`undone` of the run that is resumed).
     """
 
     def __init__(self, size: int, end: int, begin: int = 0, left: Iterable[Interval] = ()):
         if size < 1:
-            raise ValueError(f"The data set is empty ({size} samples): there is nothing to hand out.")
+            raise ValueError(f"The dataset is empty ({size} samples): there is nothing to hand out.")
         self.size, self.end = size, end
-        self._fresh = begin  # the first sample that was never handed out
+        self._fresh = begin  # the first sample not handed out yet
         self._back: list[Interval] = []
         self._out: set[Range] = set()
         for start, stop in left:
             if not 0 <= start < stop <= begin:
                 raise ValueError(
-                    f"The span {start} to {stop} is said to be left over, but only {begin} were handed out."
+                    f"left holds the interval {start} to {stop}, but only {begin} samples were handed out."
                 )
             self._put_back(int(start), int(stop))
 
     def take(self, count: int) -> Range | None:
-        """The next range of up to `count` samples; None while there is nothing to hand out."""
+        """Return the next range of up to `count` samples; None while there is nothing to hand out."""
         if count < 1:
-            raise ValueError(f"A range of {count} samples was asked for: expected at least 1.")
+            raise ValueError(f"Cannot take a range of {count} samples: expected at least 1.")
         if self._back:
             start, stop = self._back.pop(0)
             cut = self._cut(start, stop, count)
@@ -67,11 +71,11 @@ class RangePool:
         return taken
 
     def done(self, taken: Range) -> None:
-        """The samples of this range have been learned from."""
+        """Mark the samples of this range as trained on."""
         self._return(taken)
 
     def give_back(self, taken: Range) -> None:
-        """Nothing came of this range: somebody else is to have it."""
+        """Return an unused range, to be handed out again."""
         self._return(taken)
         start = taken.epoch * self.size + taken.start
         self._put_back(start, start + taken.count)
@@ -83,21 +87,21 @@ class RangePool:
 
     @property
     def cursor(self) -> int:
-        """How many samples are done since the start of training."""
+        """Number of samples done since the start of training."""
         return self._fresh - sum(stop - start for start, stop in self._back) - sum(r.count for r in self._out)
 
     @property
     def empty(self) -> bool:
-        """Whether every sample is done: nothing is left and nothing is out."""
+        """Whether every sample is done: none available and none out."""
         return not self.available and not self._out
 
     @property
     def handed(self) -> int:
-        """The samples below this one have all been handed out at least once."""
+        """All samples below this one have been handed out at least once."""
         return self._fresh
 
     def undone(self) -> list[Interval]:
-        """The spans below `handed` that are not done, those out included: what to give as `left` to go on later."""
+        """Intervals below `handed` that are not done, including those out; the `left` of a resumed run."""
         out = [(r.epoch * self.size + r.start, r.epoch * self.size + r.stop) for r in self._out]
         joined: list[Interval] = []
         for start, stop in sorted([*self._back, *out]):
@@ -112,15 +116,15 @@ class RangePool:
 
     def _return(self, taken: Range) -> None:
         if taken not in self._out:
-            raise ValueError(f"{taken} is not out: it was never handed out, or it is back or done already.")
+            raise ValueError(f"{taken} is not out: it was never handed out, or is already done or given back.")
         self._out.remove(taken)
 
     def _put_back(self, start: int, stop: int) -> None:
-        """Into its place, joined to neighbors, so that a large batch can take it whole."""
-        place = bisect.bisect(self._back, (start, stop))
-        if place < len(self._back) and self._back[place][0] == stop:
-            stop = self._back.pop(place)[1]
-        if place and self._back[place - 1][1] == start:
-            place -= 1
-            start = self._back.pop(place)[0]
-        self._back.insert(place, (start, stop))
+        """Insert in order and merge with adjacent intervals, so that a large batch can take them whole."""
+        at = bisect.bisect(self._back, (start, stop))
+        if at < len(self._back) and self._back[at][0] == stop:
+            stop = self._back.pop(at)[1]
+        if at and self._back[at - 1][1] == start:
+            at -= 1
+            start = self._back.pop(at)[0]
+        self._back.insert(at, (start, stop))

@@ -1,9 +1,9 @@
-"""Which samples a worker gets: disjoint shards that follow the shares, cut anew every epoch, or blocks of its own.
+"""Samplers that give every worker its own shard: in proportion to its share and cut every epoch, or a fixed block.
 
-The default of training is the global order, where the split does not plan_fn who sees what. The published methods give
-every worker a shard of its own; these are their rules with the errors taken out: DBS (arXiv 2007.11831) cuts int(p_i D)
-of a fixed permutation, dynamic partition (arXiv 2110.08941) overlapping prefixes. Here every sample is in exactly one
-shard, and all workers finish the epoch in the same number of steps. RCD-SGD (arXiv 2211.00839) cuts once for good.
+The default is the global order (order.py), where any sample may go to any worker. The published methods shard instead:
+DBS (arXiv 2007.11831) takes int(p_i D) samples of a fixed permutation, which drops some; dynamic partition (arXiv
+2110.08941) takes prefixes, which overlap; RCD-SGD (arXiv 2211.00839) cuts blocks once. Here every sample is in exactly
+one shard, and all workers finish the epoch in the same number of steps.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from hetjax.planning.controllers.base import Plan
 from hetjax.planning.rounding import round_to_total
 from hetjax.sampling.order import PlanFn, Sampler, Span, check_same_samples, permute
 
-_GOLDEN = 0x9E3779B97F4A7C15  # an odd constant: multiples of it are different seeds
-Unread = Callable[[np.ndarray], np.ndarray]  # of these samples, those not yet read in this epoch
+_GOLDEN = 0x9E3779B97F4A7C15  # odd, so that its multiples are distinct seeds
+Unread = Callable[[np.ndarray], np.ndarray]  # selects the samples not yet read in this epoch
 
 
 @dataclass(frozen=True)
 class Shards:
-    """One epoch's cut of `order_D`: worker i owns order_D[start_W1[i] : start_W1[i + 1]], read in `steps` batches."""
+    """One epoch's shards: worker i owns order_D[start_W1[i] : start_W1[i + 1]] and reads it in `steps` batches."""
 
     order_D: np.ndarray
     start_W1: np.ndarray
@@ -38,24 +38,23 @@ class Shards:
         return np.diff(self.start_W1)
 
     def counts(self, step: int) -> np.ndarray:
-        """How many samples each worker reads in this step; over all steps they sum to its shard."""
+        """Each worker's count in this step; over all steps they sum to its shard."""
         return self._read(step + 1) - self._read(step)
 
     def batch(self, worker: int, step: int) -> np.ndarray:
-        """The samples of a worker in this step."""
+        """The samples that a worker reads in this step."""
         first, last = self._read(step)[worker], self._read(step + 1)[worker]
         return self.order_D[self.start_W1[worker] + first : self.start_W1[worker] + last]
 
     def _read(self, steps: int) -> np.ndarray:
-        """Samples read before a step: the shard spread evenly, so that batches differ by one sample at most."""
+        """Samples read in the first `steps` steps, spread evenly: batches differ by at most one sample."""
         return (self.sizes_W * steps) // self.steps
 
 
 def proportional_shards(order_D: np.ndarray, share_W: np.ndarray, batch: int) -> Shards:
-    """Shard i has p_i D samples by largest remainder, consecutive in the given order; steps = ceil(D / batch).
+    """Shard i has p_i D samples, consecutive in the given order; steps = ceil(D / batch).
 
-    Each worker then reads p_i D / steps samples a step, one more or less: its share of the batch. Cut again every
-    epoch with that epoch's order and shares.
+    Each worker reads its share of the batch, p_i D / steps samples per step, rounded up or down.
     """
     order_D, share_W = np.asarray(order_D), np.asarray(share_W, np.float64)
     if not (np.all(share_W >= 0) and 0 < share_W.sum() < np.inf):
@@ -63,20 +62,20 @@ def proportional_shards(order_D: np.ndarray, share_W: np.ndarray, batch: int) ->
             f"The shares are {share_W.tolist()}; expected one number per worker, zero or more, not all zero."
         )
     if batch < 1:
-        raise ValueError(f"The batch is {batch}; expected at least one sample a step.")
+        raise ValueError(f"The batch is {batch}; expected at least one sample per step.")
     sizes_W = round_to_total(len(order_D) * (share_W / share_W.sum()), len(order_D))
     start_W1 = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes_W)])
     return Shards(order_D, start_W1, max(-(-len(order_D) // batch), 1))
 
 
 class ShardedSampler(ABC):
-    """A sampler whose workers read shards of their own.
+    """Base of samplers whose workers read their own shards.
 
-    Positions of the epoch's order run through the steps, and within a step through the workers, so that everything
-    else works as with the global order. An epoch has as many steps as there, of even size instead of a short last one.
+    Positions run through the steps of an epoch, and within a step through the workers, so that everything else works
+    as with the global order. An epoch has as many steps as there, of even size instead of a short last one.
 
-    A run that stopped inside an epoch goes on with the same cut if that still fits; else, as with another number of
-    workers, the samples not yet read are cut anew. Either way every sample comes once.
+    A run resumed inside an epoch keeps its shards if they still fit. Otherwise, for instance with another number of
+    workers, the samples not yet read are cut again. Either way every sample is read once per epoch.
     """
 
     partition: ClassVar[str]
@@ -84,36 +83,36 @@ class ShardedSampler(ABC):
     def __init__(self, size: int, batch: int, seed: int = 0):
         self.order = Sampler(size, batch, seed)
         self.size, self.batch, self.seed = size, batch, seed
-        self.even = self.even_step(size)
-        self._epoch, self._first = -1, 0  # the epoch that was cut last, and from which position on
-        self._read_D: np.ndarray | None = None  # whether a sample was read before that position
+        self._epoch, self._first = -1, 0  # the epoch cut last, and the position from which it was cut
+        self._read_D: np.ndarray | None = None  # which samples were read before that position
         self._resumed: Mapping[str, Any] | None = None
 
     def even_step(self, samples: int) -> int:
-        """What a step has when so many are left in an epoch, or a few less: never above capacities."""
+        """Largest global batch when `samples` are divided evenly into steps; at most `batch`."""
         return -(-samples // self.steps_for(samples))
 
     def steps_for(self, samples: int) -> int:
+        """Number of steps that `samples` take."""
         return max(-(-samples // self.batch), 1)
 
     @abstractmethod
     def shards(self, epoch: int, unread: Unread, plan: Plan) -> Shards:
-        """The cut of what is unread in an epoch."""
+        """Cut the unread samples of an epoch."""
 
     @abstractmethod
     def plan(self, epoch: int, samples: int, plan_fn: PlanFn) -> Plan:
-        """What a cut of so many samples follows; its counts are replaced by those of the steps."""
+        """The plan that a cut of `samples` samples follows; each step then replaces its counts."""
 
     @abstractmethod
     def cut_dict(self, plan: Plan) -> dict[str, Any]:
-        """What tells this cut from others, as plain JSON values."""
+        """What identifies this cut, as plain JSON values."""
 
     @abstractmethod
     def same_cut(self, saved: Mapping[str, Any], plan: Plan) -> Plan | None:
-        """The plan of a cut that `cut_dict` described, if it fits today's workers."""
+        """The plan of a cut saved by `cut_dict`; None if it does not fit the present workers."""
 
     def next(self, cursor: int, plan_fn: PlanFn) -> tuple[Span, Plan]:
-        """The step at the cursor, and the counts that the epoch's shards give it."""
+        """Return the step at the cursor, and its plan with counts from the epoch's shards."""
         epoch, start = divmod(cursor, self.size)
         if epoch != self._epoch:
             self._begin(epoch, start, plan_fn)
@@ -121,20 +120,20 @@ class ShardedSampler(ABC):
         if k == len(self._starts_S) or self._starts_S[k] != start:
             raise ValueError(
                 f"Position {start} of epoch {epoch} is inside a step of the present shards: the shares have changed "
-                "since the run was stopped. Resume from the end of an epoch, or use partition='global'."
+                "since the run stopped. Resume from the end of an epoch, or use partition='global'."
             )
         counts_W = self._counts_SxW[k]
         step = Span(epoch, start, start + int(counts_W.sum()))
         return step, replace(self._plan, counts_W=counts_W, changed=self._plan.changed and k == 0)
 
     def _begin(self, epoch: int, start: int, plan_fn: PlanFn) -> None:
-        """Cut an epoch that is entered at this position."""
+        """Cut an epoch that starts, or is resumed, at this position."""
         plan, saved = self.plan(epoch, self.size - start, plan_fn), self._resumed
         if start > 0 and saved is not None and saved.get("epoch") == epoch:
             if (same := self.same_cut(saved["cut"], plan)) is not None:
-                self._cut(epoch, saved["first"], _mask(saved["read_before"], self.size), same)
+                self._cut(epoch, saved["first"], _decode_mask(saved["read_before"], self.size), same)
             else:
-                self._cut(epoch, start, _mask(saved["read"], self.size), plan)
+                self._cut(epoch, start, _decode_mask(saved["read"], self.size), plan)
         elif start > 0 and saved is not None and saved["partition"] == Sampler.partition:
             read_D = np.zeros(self.size, bool)
             read_D[self.order.indices(epoch, 0, start)] = True
@@ -147,14 +146,14 @@ class ShardedSampler(ABC):
         shards = self.shards(epoch, unread, plan)
         batches = [shards.batch(i, k) for k in range(shards.steps) for i in range(len(shards.sizes_W))]
         counts_SxW = np.array([shards.counts(k) for k in range(shards.steps)])
-        counts_SxW = counts_SxW[counts_SxW.any(axis=1)]  # with hardly a sample per worker a step may come out empty
+        counts_SxW = counts_SxW[counts_SxW.any(axis=1)]  # with fewer samples than workers some steps are empty
         self._epoch, self._first, self._read_D = epoch, first, read_D
         self._plan, self._counts_SxW = plan, counts_SxW
         self._arranged = np.concatenate(batches)
         self._starts_S = first + np.cumsum([0, *counts_SxW.sum(axis=1)])[:-1]
 
     def ahead(self, cursor: int) -> Span | None:
-        """The step at a cursor that has not been planned, if it can be known: within the epoch that was cut last."""
+        """Predict a step that is not planned yet, to prefetch it; None beyond the epoch cut last."""
         epoch, start = divmod(cursor, self.size)
         following = self._starts_S[self._starts_S > start]
         return Span(epoch, start, int(min([*following, self.size]))) if epoch == self._epoch else None
@@ -163,37 +162,37 @@ class ShardedSampler(ABC):
         return self.order.steps_between(cursor, end)
 
     def end_of(self, cursor: int, steps: int) -> int:
-        """An upper bound on the cursor after `steps` further steps: their sizes depend on the shards."""
+        """Upper bound of the cursor after `steps` more steps, whose sizes depend on the shards."""
         return cursor + steps * self.batch
 
     def indices(self, epoch: int, start: int, stop: int) -> np.ndarray:
-        """The samples at positions start .. stop-1 of the epoch that was cut last."""
+        """Indices of the samples at positions [start, stop) of the epoch cut last."""
         return self._arranged[start - self._first : stop - self._first]
 
     def state_dict(self, cursor: int) -> dict[str, Any]:
-        """How the cursor's epoch is cut and what was read of it, as plain JSON values."""
-        known = {"partition": self.partition, "samples": self.size}
+        """How the cursor's epoch was cut and which samples were read, as plain JSON values."""
+        base = {"partition": self.partition, "samples": self.size}
         epoch, start = divmod(cursor, self.size)
         if epoch != self._epoch or start == 0:
-            return known
+            return base
         read_D = np.zeros(self.size, bool) if self._read_D is None else self._read_D.copy()
         read_D[self.indices(epoch, self._first, start)] = True
-        return known | {
+        return base | {
             "epoch": epoch,
             "first": self._first,
-            "read_before": _text(self._read_D),
-            "read": _text(read_D),
+            "read_before": _encode_mask(self._read_D),
+            "read": _encode_mask(read_D),
             "cut": self.cut_dict(self._plan),
         }
 
     def load_state_dict(self, saved: Mapping[str, Any], cursor: int) -> None:
-        """Go on inside an epoch, whichever partition it was begun with."""
+        """Resume, even inside an epoch that was started with another partition."""
         check_same_samples(saved, self.size)
         self._resumed = saved
 
 
 class ProportionalSampler(ShardedSampler):
-    """The partition `proportional`: the plan of an epoch's first step sets the shares for the whole epoch."""
+    """The partition "proportional": the plan at the start of an epoch sets the shares of the whole epoch."""
 
     partition = "proportional"
 
@@ -215,10 +214,10 @@ class ProportionalSampler(ShardedSampler):
 
 
 class BlockSampler(ShardedSampler):
-    """Fixed blocks: a worker reads the same samples every epoch, in an order of its own from (seed, epoch, worker).
+    """Fixed blocks: a worker reads the same samples every epoch, in an order drawn from (seed, epoch, worker).
 
-    Any blocks will do that hold every sample once: submodular ones, random ones. Their sizes alone set the counts, so
-    no controller is asked.
+    Blocks may be of any kind, as long as they hold every sample once. Their sizes alone set the counts; the controller
+    is not used.
     """
 
     partition = "blocks"
@@ -229,7 +228,7 @@ class BlockSampler(ShardedSampler):
         super().__init__(len(every_D), batch, seed)
         if not np.array_equal(np.sort(every_D, kind="stable"), np.arange(self.size)):
             raise ValueError(
-                f"The blocks name {self.size:,} samples, but not each from 0 to {self.size - 1:,} once: every sample "
+                f"The blocks hold {self.size:,} indices, but not each of 0 to {self.size - 1:,} once: every sample "
                 "has to be in exactly one block."
             )
 
@@ -237,12 +236,12 @@ class BlockSampler(ShardedSampler):
         return Plan(np.array([len(block) for block in self.blocks]), reason="blocks of the partition")
 
     def shards(self, epoch: int, unread: Unread, plan: Plan) -> Shards:
-        mine = [unread(self._in_order(worker, epoch)) for worker in range(len(self.blocks))]
-        start_W1 = np.cumsum([0, *map(len, mine)])
-        return Shards(np.concatenate(mine), start_W1, self.steps_for(int(start_W1[-1])))
+        unread_w = [unread(self._in_order(worker, epoch)) for worker in range(len(self.blocks))]
+        start_W1 = np.cumsum([0, *map(len, unread_w)])
+        return Shards(np.concatenate(unread_w), start_W1, self.steps_for(int(start_W1[-1])))
 
     def cut_dict(self, plan: Plan) -> dict[str, Any]:
-        """A fingerprint of the blocks."""
+        """A checksum of the blocks."""
         owner_D = np.empty(self.size, "<i8")
         for worker, block in enumerate(self.blocks):
             owner_D[block] = worker
@@ -257,12 +256,12 @@ class BlockSampler(ShardedSampler):
         return block[own]
 
 
-def _text(mask_D: np.ndarray | None) -> str | None:
-    """A mask of samples as a short text."""
+def _encode_mask(mask_D: np.ndarray | None) -> str | None:
+    """A mask of samples as a compact string."""
     return None if mask_D is None else base64.b64encode(np.packbits(mask_D).tobytes()).decode()
 
 
-def _mask(text: str | None, size: int) -> np.ndarray | None:
+def _decode_mask(text: str | None, size: int) -> np.ndarray | None:
     if text is None:
         return None
     return np.unpackbits(np.frombuffer(base64.b64decode(text), np.uint8), count=size).astype(bool)

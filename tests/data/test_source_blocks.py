@@ -168,7 +168,7 @@ def test_the_command_explains_mistakes(tmp_path, capsys):
         ([f"npz:{few}", "--workers", "50"], "There are 50 workers for 32 samples"),
         (["digits", "--rule", "best"], "There is no rule 'best'"),
         (["text"], "without 'image'"),
-        (["digits", "--recut", str(tmp_path / "none.npz")], "There is no file"),
+        (["digits", "--recut", str(tmp_path / "none.npz")], "There is no blocks file"),
     ):
         assert main(["partition", *arguments, "--out", str(tmp_path / "b.npz")]) == 2
         assert sentence in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Features and pseudo-classes: principal components against the SVD, k-means against what it has to minimize."""
+"""Features and pseudo-classes: principal components against the SVD, k-means against its definition."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def test_principal_components_are_those_of_the_svd():
     assert principal_components(flat_features(x), 99).shape == (300, 8)
 
 
-def test_moments_of_many_rows():
+def test_moments_match_numpy_across_chunks():
     x = np.random.default_rng(1).normal(size=(9000, 3)).astype(np.float32)
     mean, covariance = moments(x)
     np.testing.assert_allclose(mean, x.astype(np.float64).mean(0), atol=1e-12)
     np.testing.assert_allclose(covariance, np.cov(x.astype(np.float64).T, bias=True), atol=1e-9)
 
 
-def test_features_of_any_shape_and_what_is_refused():
+def test_features_are_flattened_and_checked():
     assert flat_features(np.zeros((4, 2, 3), np.uint8)).shape == (4, 6)
     assert flat_features(np.arange(4)).shape == (4, 1)
     with pytest.raises(TypeError, match="expected numbers"):
@@ -35,7 +35,7 @@ def test_features_of_any_shape_and_what_is_refused():
         principal_components(np.zeros((2, 5), np.float32), 0)
 
 
-def test_k_means_finds_what_lies_apart():
+def test_k_means_finds_separated_clusters():
     rng = np.random.default_rng(2)
     x = np.concatenate([rng.normal(c, 0.2, (30, 2)) for c in (0.0, 5.0, 10.0)])
     found = k_means(x, 3)
@@ -44,21 +44,21 @@ def test_k_means_finds_what_lies_apart():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_every_sample_is_in_the_cluster_of_its_nearest_mean(seed):
+def test_k_means_assigns_every_sample_to_its_nearest_mean(seed):
     x = np.random.default_rng(seed).normal(size=(120, 2))
     found = k_means(x, 5, seed)
     mean = np.array([x[found == k].mean(0) for k in range(5)])
     assert np.array_equal(found, np.argmin(((x[:, None] - mean) ** 2).sum(-1), axis=1))
 
 
-def test_targets_and_copies_are_clustered_too():
+def test_k_means_of_scalars_and_of_duplicates():
     assert np.bincount(k_means(np.array([1.0, 1.1, 7.0, 7.1]), 2)).tolist() == [2, 2]
     assert len(k_means(np.ones((6, 2)), 3)) == 6
     with pytest.raises(ValueError, match="1 to 2"):
         k_means(np.ones((2, 2)), 3)
 
 
-def test_splitting_keeps_to_the_classes():
+def test_splitting_respects_the_classes():
     classes = np.repeat([4, 8], [100, 10])
     parts = split_large(classes, np.random.default_rng(3).normal(size=(110, 2)), 30)
     assert np.bincount(parts).max() <= 30

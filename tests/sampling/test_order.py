@@ -1,4 +1,4 @@
-"""The sampler: every sample exactly once per epoch, whatever the plans, and one integer to go on from."""
+"""The global order: every sample exactly once per epoch, whatever the plans, and one integer to resume from."""
 
 from itertools import pairwise
 
@@ -16,7 +16,7 @@ def test_an_epochs_order_is_a_permutation(size, seed, epoch):
     assert np.array_equal(np.sort(order), np.arange(size))
 
 
-def test_any_part_of_the_order_can_be_asked_for_alone():
+def test_a_slice_of_the_order_equals_that_of_the_whole():
     whole = permute(np.arange(10_007), 10_007, 3, 4)
     assert np.array_equal(permute(np.arange(5_000, 5_100), 10_007, 3, 4), whole[5_000:5_100])
 
@@ -32,14 +32,14 @@ def test_orders_differ_by_epoch_and_seed_and_look_random():
             assert abs(np.corrcoef(orders[a], orders[b])[0, 1]) < 0.03
 
 
-def test_every_value_is_equally_likely_at_every_place():
-    """Chi-square over 16 x 16 cells of (position, value): far tails only would say it is not uniform."""
+def test_every_value_is_equally_likely_at_every_position():
+    """Chi-square over 16 x 16 cells of (position, value)."""
     size, runs = 16, 4000
     table = np.zeros((size, size))
     for seed in range(runs):
         table[np.arange(size), permute(np.arange(size), size, seed, 0)] += 1
     chi2 = ((table - runs / size) ** 2 / (runs / size)).sum()
-    assert 140 < chi2 < 330  # 225 degrees of freedom, sd 21
+    assert 140 < chi2 < 330  # 225 degrees of freedom, standard deviation 21
 
 
 @given(
@@ -48,7 +48,7 @@ def test_every_value_is_equally_likely_at_every_place():
     seed=st.integers(0, 99),
     cuts=st.lists(st.floats(0, 1), max_size=7),
 )
-def test_exactly_once_for_any_plan_and_the_short_last_step(size, batch, seed, cuts):
+def test_every_sample_once_per_epoch_for_any_plan(size, batch, seed, cuts):
     sampler = Sampler(size, batch, seed)
     cursor, seen, steps = 0, [], 0
     while cursor < 2 * size:
@@ -63,18 +63,18 @@ def test_exactly_once_for_any_plan_and_the_short_last_step(size, batch, seed, cu
     assert np.array_equal(np.bincount(np.concatenate(seen), minlength=size), np.full(size, 2))
 
 
-def test_without_shuffling_the_order_is_natural():
+def test_without_shuffling_the_order_is_sequential():
     assert np.array_equal(Sampler(10, 4, shuffle=False).indices(0, 3, 7), [3, 4, 5, 6])
 
 
-def test_rubbish_is_refused():
+def test_invalid_sizes_are_rejected():
     with pytest.raises(ValueError, match="empty"):
         Sampler(0, 4)
     with pytest.raises(ValueError, match="batch_size must be at least 1"):
         Sampler(4, 0)
 
 
-def test_steps_and_samples_count_alike():
+def test_steps_and_samples_convert_into_each_other():
     sampler = Sampler(size=10, batch=4)  # steps end at 4, 8, 10, 14, 18, 20
     assert [sampler.whole_steps(n) for n in (0, 3, 4, 9, 10, 13, 18, 20)] == [0, 0, 1, 2, 3, 3, 5, 6]
     assert [sampler.samples_in(k) for k in range(7)] == [0, 4, 8, 10, 14, 18, 20]

@@ -1,4 +1,4 @@
-"""The quality of a partition: its distances by hand, and the order of partitions that are plainly good and bad."""
+"""Quality of a partition: distances by hand, and submodular blocks against random ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_distances_by_hand():
     assert found["apart"].values["graph-cut"].tolist() == [4 * far, 4 * far]
 
 
-def test_classes_are_counted_and_their_distance_is_the_misplaced_share():
+def test_class_distance_is_the_total_variation():
     classes = np.array([5, 5, 5, 5, 9, 9, 9, 9])
     blocks = Blocks(np.array([0, 0, 0, 1, 0, 1, 1, 1]), classes, [1, 1])
     found = quality(np.arange(8.0)[:, None], {"blocks": blocks})["blocks"]
@@ -37,7 +37,7 @@ def test_classes_are_counted_and_their_distance_is_the_misplaced_share():
     assert found.sizes_W.tolist() == [4, 4]
 
 
-def test_within_classes_looks_past_the_class_shares():
+def test_within_class_distance_ignores_class_proportions():
     x = np.array([[0.0], [2.0], [10.0], [12.0]])
     by_class = Blocks(np.array([0, 0, 1, 1]), np.array([0, 0, 1, 1]), [1, 1])
     found = quality(x, {"blocks": by_class}, objectives=())["blocks"]
@@ -46,7 +46,7 @@ def test_within_classes_looks_past_the_class_shares():
     assert found.values == {}
 
 
-def test_an_empty_block_has_no_distance():
+def test_distances_of_an_empty_block_are_nan():
     found = quality(np.arange(4.0)[:, None], {"b": Blocks(np.zeros(4), np.zeros(4), [1, 0])})["b"]
     assert np.isnan([found.mean_distance_W[1], found.within_distance_W[1], found.covariance_distance_W[1]]).all()
     assert found.values["facility-location"][1] == 0
@@ -54,20 +54,20 @@ def test_an_empty_block_has_no_distance():
 
 @pytest.mark.parametrize("rates", [[1, 1, 1, 1], [4, 2, 1, 1]])
 @pytest.mark.parametrize("objective", ["facility-location", "graph-cut"])
-def test_submodular_blocks_are_closer_to_the_whole_than_chance(objective, rates):
+def test_submodular_blocks_are_closer_to_the_dataset_than_random_ones(objective, rates):
     rng = np.random.default_rng(0)
     x = np.concatenate([rng.normal(c, 1.0, (320, 5)) for c in (0.0, 3.0)])
     classes = np.repeat([0, 1], 320)
-    partitions = {f"chance {seed}": class_balanced_blocks(classes, rates, seed) for seed in range(8)}
+    partitions = {f"random {seed}": class_balanced_blocks(classes, rates, seed) for seed in range(8)}
     partitions["ours"] = submodular_blocks(x, classes, rates, objective=objective)
     found = quality(x, partitions)
-    chance = [found[f"chance {seed}"] for seed in range(8)]
+    baseline = [found[f"random {seed}"] for seed in range(8)]
     for what in ("mean_distance_W", "within_distance_W", "covariance_distance_W"):
-        assert getattr(found["ours"], what).mean() < 0.85 * np.mean([getattr(c, what).mean() for c in chance])
+        assert getattr(found["ours"], what).mean() < 0.85 * np.mean([getattr(c, what).mean() for c in baseline])
     if objective == "facility-location":  # the sum of graph cuts hardly differs between partitions
-        assert found["ours"].values[objective].sum() > max(c.values[objective].sum() for c in chance)
+        assert found["ours"].values[objective].sum() > max(c.values[objective].sum() for c in baseline)
 
 
-def test_partitions_of_something_else_are_refused():
+def test_partitions_of_other_data_are_rejected():
     with pytest.raises(ValueError, match="3 samples for 2 workers"):
         quality(np.zeros((4, 1)), {"b": random_blocks(np.zeros(3), [1, 1])})

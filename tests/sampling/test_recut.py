@@ -1,4 +1,4 @@
-"""Re-cutting: the sizes follow the new rates, no more samples move than must, and what f loses is told."""
+"""Re-cutting: sizes follow the new rates, the fewest samples move, and the loss of f is reported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def samples(seed, size=60):
 
 @given(before=RATES, after=RATES, joined=st.lists(st.integers(1, 6), max_size=2), seed=st.integers(0, 99))
 @settings(max_examples=40, deadline=None)
-def test_as_few_samples_move_as_the_quotas_allow(before, after, joined, seed):
+def test_the_fewest_samples_move(before, after, joined, seed):
     after = (after + [0] * len(before))[: len(before)]
     after = [*(after if any(after) else before), *joined]
     x, classes = samples(seed)
@@ -34,13 +34,13 @@ def test_as_few_samples_move_as_the_quotas_allow(before, after, joined, seed):
         [np.bincount(blocks.owner_D[numbers == c], minlength=9) for c in range(len(sizes))]
     )
     assert np.array_equal(counted(new.blocks)[:, : len(after)], quota)
-    must = np.maximum(counted(old)[:, : len(after)] - quota, 0).sum()
-    assert new.moved == must == (new.blocks.owner_D != old.owner_D).sum()
-    assert new.fresh_moved >= must
+    fewest = np.maximum(counted(old)[:, : len(after)] - quota, 0).sum()
+    assert new.moved == fewest == (new.blocks.owner_D != old.owner_D).sum()
+    assert new.fresh_moved >= fewest
     assert new.blocks.rates_W.tolist() == after
 
 
-def test_the_same_rates_move_nothing():
+def test_proportional_rates_move_nothing():
     x, classes = samples(1)
     old = submodular_blocks(x, classes, [3, 2, 1])
     same = recut(old, x, [6, 4, 2])
@@ -50,7 +50,7 @@ def test_the_same_rates_move_nothing():
 
 
 @pytest.mark.parametrize("objective", ["facility-location", "graph-cut"])
-def test_f_is_told_as_it_is(objective):
+def test_reported_f_matches_its_definition(objective):
     x, _ = samples(2)
     old = submodular_blocks(x, np.zeros(60), [1, 1, 1], objective=objective, bandwidth=1.5)
     new = recut(old, x, [4, 1, 1])
@@ -61,15 +61,15 @@ def test_f_is_told_as_it_is(objective):
     assert np.isnan(recut(old, x, [4, 1, 1], against_fresh=False).lost)
 
 
-def test_moved_blocks_stay_closer_to_the_whole_than_chance():
+def test_recut_blocks_are_closer_to_the_dataset_than_random_ones():
     rng = np.random.default_rng(3)
     x, classes = rng.normal(size=(900, 4)), np.zeros(900)
     new = recut(submodular_blocks(x, classes, [1, 1, 1, 1]), x, [4, 2, 1, 1])
     partitions = {str(seed): class_balanced_blocks(classes, [4, 2, 1, 1], seed) for seed in range(6)}
     found = quality(x, {"ours": new.blocks, **partitions}, objectives=())
     for what in ("mean_distance_W", "covariance_distance_W"):
-        chance = np.mean([getattr(found[name], what).mean() for name in partitions])
-        assert getattr(found["ours"], what).mean() < 0.85 * chance
+        baseline = np.mean([getattr(found[name], what).mean() for name in partitions])
+        assert getattr(found["ours"], what).mean() < 0.85 * baseline
 
 
 def test_a_recut_can_be_cut_again():
@@ -79,13 +79,13 @@ def test_a_recut_can_be_cut_again():
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "message"),
     [({"rates_W": [1]}, "0 for a worker that has left"), ({"features_DxF": np.zeros((5, 3))}, "60 samples, but")],
 )
-def test_what_does_not_fit_is_explained(change, sentence):
+def test_mismatched_arguments_are_rejected(change, message):
     x, classes = samples(5)
-    asked = {"blocks": submodular_blocks(x, classes, [1, 1]), "features_DxF": x, "rates_W": [2, 1]} | change
-    with pytest.raises(ValueError, match=sentence):
-        recut(**asked)
+    arguments = {"blocks": submodular_blocks(x, classes, [1, 1]), "features_DxF": x, "rates_W": [2, 1]} | change
+    with pytest.raises(ValueError, match=message):
+        recut(**arguments)
     with pytest.raises(ValueError, match="no objective"):
         recut(random_blocks(classes, [1, 1]), x, [2, 1])

@@ -1,4 +1,4 @@
-"""Proportional shards: disjoint, complete, as large as the shares say, and finished together."""
+"""Shards and blocks: disjoint, complete, in proportion to the shares, and finished in the same number of steps."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_shards_follow_new_shares_in_the_next_epoch():
 
 
 @pytest.mark.parametrize("shares", [[0.0, 0.0], [1.0, -1.0], [np.nan, 1.0]])
-def test_bad_shares_are_explained(shares):
+def test_invalid_shares_are_rejected(shares):
     with pytest.raises(ValueError, match="zero or more, not all zero"):
         proportional_shards(np.arange(4), np.array(shares), 2)
 
@@ -58,18 +58,18 @@ def test_bad_shares_are_explained(shares):
     shares=st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any),
     seed=st.integers(0, 9),
 )
-def test_a_sampler_of_shards_reads_every_sample_once_and_each_worker_only_its_own(size, batch, shares, seed):
+def test_proportional_sampler_reads_every_sample_once_and_each_worker_only_its_shard(size, batch, shares, seed):
     sampler = ProportionalSampler(size, batch, seed)
     cursor, own = 0, [set() for _ in shares]
-    seen, asked = [], []
+    seen, planned = [], []
 
-    def decide(wanted, epoch):
-        asked.append((wanted, epoch))
+    def plan_fn(step_size, epoch):
+        planned.append((step_size, epoch))
         return Plan(np.array(shares, np.int64))
 
     while cursor < size:
-        expected = sampler.ahead(cursor) if asked else None
-        step, plan = sampler.next(cursor, decide)
+        expected = sampler.ahead(cursor) if planned else None
+        step, plan = sampler.next(cursor, plan_fn)
         assert expected is None or expected == step
         assert plan.counts_W.sum() == step.batch <= batch + len(shares)
         rows = sampler.indices(step.epoch, step.start, step.stop)
@@ -77,27 +77,27 @@ def test_a_sampler_of_shards_reads_every_sample_once_and_each_worker_only_its_ow
             own[worker].update(rows[lo:hi].tolist())
         seen.append(rows)
         cursor += step.batch
-    assert asked == [(sampler.even, 0)]  # one decision an epoch, for a step of its even size
-    assert sampler.even == -(-size // -(-size // batch))
+    even = -(-size // -(-size // batch))
+    assert planned == [(even, 0)]  # one plan per epoch, for a step of even size
     assert len(seen) <= -(-size // batch)
     assert batch < len(shares) or len(seen) == -(-size // batch)
     assert np.array_equal(np.sort(np.concatenate(seen)), np.arange(size))
     assert sum(map(len, own)) == size  # shards are disjoint
     ideal = size * np.array(shares) / sum(shares)
     assert (abs(np.array(list(map(len, own))) - ideal) < 1).all()
-    later, _ = sampler.next(size, decide)
-    assert (later.epoch, later.start, len(asked)) == (1, 0, 2)
+    later, _ = sampler.next(size, plan_fn)
+    assert (later.epoch, later.start, len(planned)) == (1, 0, 2)
 
 
-def test_going_on_inside_a_step_of_other_shards_is_refused():
+def test_resuming_inside_a_step_is_rejected():
     sampler = ProportionalSampler(100, 30)
     with pytest.raises(ValueError, match="Resume from the end of an epoch"):
         sampler.next(31, lambda batch, epoch: Plan(np.array([1, 2])))
 
 
-@pytest.mark.parametrize("law", ["dbs", "dp", "edp"])
-def test_a_published_law_learns_from_steps_of_shards(law):
-    sampler, controller, limits = ProportionalSampler(1438, 256), make(law), Limits.plain(4, 256)
+@pytest.mark.parametrize("name", ["dbs", "dp", "edp"])
+def test_published_controllers_learn_from_shards(name):
+    sampler, controller, limits = ProportionalSampler(1438, 256), make(name), Limits.plain(4, 256)
     speed_W, cursor = np.array([1.0, 1.0, 0.5, 0.25]), 0
     for _ in range(12):  # two epochs
         step, plan = sampler.next(cursor, lambda batch, epoch: controller.plan(batch, limits, epoch))
@@ -108,7 +108,7 @@ def test_a_published_law_learns_from_steps_of_shards(law):
 
 
 def refuse(batch, epoch):
-    raise AssertionError("fixed blocks ask no controller")
+    raise AssertionError("fixed blocks use no controller")
 
 
 @given(
@@ -116,7 +116,7 @@ def refuse(batch, epoch):
     batch=st.integers(1, 60),
     seed=st.integers(0, 9),
 )
-def test_fixed_blocks_are_read_once_an_epoch_by_their_owner(sizes, batch, seed):
+def test_blocks_are_read_once_per_epoch_by_their_owner(sizes, batch, seed):
     total = sum(sizes)
     blocks = np.split(np.random.default_rng(seed).permutation(total), np.cumsum(sizes)[:-1])
     sampler = BlockSampler(blocks, batch, seed)
@@ -136,15 +136,15 @@ def test_fixed_blocks_are_read_once_an_epoch_by_their_owner(sizes, batch, seed):
         assert [sorted(own) for own in read] == [sorted(block.tolist()) for block in blocks]
 
 
-def test_fixed_blocks_follow_seed_epoch_and_worker_and_can_be_resumed_anywhere():
+def test_block_order_follows_seed_epoch_and_worker_and_resumes_anywhere():
     blocks = [np.arange(40), np.arange(40, 80), np.arange(80, 100)]
-    sampler, places = BlockSampler(blocks, 10, seed=3), [0]
+    sampler, cursors = BlockSampler(blocks, 10, seed=3), [0]
     read = {}
     for _ in range(20):
-        step, plan = sampler.next(places[-1], refuse)
-        read[places[-1]] = (step, plan.counts_W.tolist(), sampler.indices(step.epoch, step.start, step.stop).tolist())
-        places.append(places[-1] + step.batch)
-    assert places[-1] == 200
+        step, plan = sampler.next(cursors[-1], refuse)
+        read[cursors[-1]] = (step, plan.counts_W.tolist(), sampler.indices(step.epoch, step.start, step.stop).tolist())
+        cursors.append(cursors[-1] + step.batch)
+    assert cursors[-1] == 200
     assert {tuple(counts) for _, counts, _ in read.values()} == {(4, 4, 2)}
     for cursor in (0, 50, 110):
         fresh = BlockSampler(blocks, 10, seed=3)
@@ -156,18 +156,18 @@ def test_fixed_blocks_follow_seed_epoch_and_worker_and_can_be_resumed_anywhere()
 
 
 @pytest.mark.parametrize("blocks", [[[0, 1], [1, 2]], [[0, 1], [3]], [[0, -1]]])
-def test_blocks_that_are_no_partition_are_refused(blocks):
+def test_blocks_that_are_no_partition_are_rejected(blocks):
     with pytest.raises(ValueError, match="in exactly one block"):
         BlockSampler(blocks, 2)
 
 
-def test_no_blocks_at_all_are_refused():
+def test_an_empty_list_of_blocks_is_rejected():
     with pytest.raises(ValueError, match="empty"):
         BlockSampler([], 2)
 
 
-def read_on(sampler, cursor, steps, shares):
-    """So many steps from the cursor: the samples of each step, and the cursor behind them."""
+def read_steps(sampler, cursor, steps, shares):
+    """Read `steps` steps from the cursor; return the samples of each and the cursor after them."""
     read = []
     for _ in range(steps):
         step, plan = sampler.next(cursor, lambda batch, epoch: Plan(np.array(shares, np.int64)))
@@ -178,8 +178,8 @@ def read_on(sampler, cursor, steps, shares):
     return read, cursor
 
 
-def goes_on(sampler, saved, cursor):
-    """The state through JSON into another sampler, as a checkpoint takes it."""
+def resumed_from(sampler, saved, cursor):
+    """Load a state into another sampler by way of JSON, as a checkpoint does."""
     sampler.load_state_dict(json.loads(json.dumps(saved)), cursor)
     return sampler
 
@@ -194,7 +194,7 @@ def goes_on(sampler, saved, cursor):
     seed=st.integers(0, 99),
 )
 @settings(max_examples=80)
-def test_an_epoch_resumed_on_other_workers_still_has_every_sample_once(
+def test_an_epoch_resumed_on_other_workers_reads_every_sample_once(
     size, batch, workers, stops, kinds, from_global, seed
 ):
     rng = np.random.default_rng(seed)
@@ -210,31 +210,31 @@ def test_an_epoch_resumed_on_other_workers_still_has_every_sample_once(
     for kind, number, steps in zip(kinds, workers, stops, strict=False):
         if cursor >= size:
             break
-        sampler = of(kind, number) if saved is None else goes_on(of(kind, number), saved, cursor)
+        sampler = of(kind, number) if saved is None else resumed_from(of(kind, number), saved, cursor)
         while steps and cursor < size:
-            read, cursor = read_on(sampler, cursor, 1, rng.integers(1, 9, number))
+            read, cursor = read_steps(sampler, cursor, 1, rng.integers(1, 9, number))
             seen, steps = seen + read, steps - 1
         saved = sampler.state_dict(cursor)
     if cursor < size:
-        sampler = goes_on(of(kinds[-1], 3), saved, cursor)
+        sampler = resumed_from(of(kinds[-1], 3), saved, cursor)
         while cursor < size:
-            read, cursor = read_on(sampler, cursor, 1, rng.integers(1, 9, 3))
+            read, cursor = read_steps(sampler, cursor, 1, rng.integers(1, 9, 3))
             seen += read
     assert np.array_equal(np.sort(np.concatenate(seen)), np.arange(size))
 
 
 @pytest.mark.parametrize("stop", [1, 3, 5])
-def test_on_as_many_workers_the_steps_are_those_of_the_uninterrupted_run(stop):
-    whole, _ = read_on(ProportionalSampler(131, 20, seed=4), 0, 14, [3, 2, 2])
+def test_resuming_on_as_many_workers_gives_the_same_steps(stop):
+    whole, _ = read_steps(ProportionalSampler(131, 20, seed=4), 0, 14, [3, 2, 2])
     sampler = ProportionalSampler(131, 20, seed=4)
-    first, cursor = read_on(sampler, 0, 7 + stop, [3, 2, 2])
-    resumed = goes_on(ProportionalSampler(131, 20, seed=4), sampler.state_dict(cursor), cursor)
-    again, _ = read_on(resumed, cursor, 7 - stop, [1, 1, 5])  # other shares wait for the next epoch
+    first, cursor = read_steps(sampler, 0, 7 + stop, [3, 2, 2])
+    resumed = resumed_from(ProportionalSampler(131, 20, seed=4), sampler.state_dict(cursor), cursor)
+    again, _ = read_steps(resumed, cursor, 7 - stop, [1, 1, 5])  # new shares take effect in the next epoch
     assert first + again == whole
     assert [len(step) for step in again] == [len(step) for step in whole[7 + stop :]]
 
 
-def test_a_place_in_other_data_or_another_order_is_refused():
+def test_a_cursor_of_other_data_or_another_order_is_rejected():
     saved = ProportionalSampler(100, 30).state_dict(0)
     with pytest.raises(ValueError, match="begun on 100 samples and there are 90 now"):
         ProportionalSampler(90, 30).load_state_dict(saved, 30)

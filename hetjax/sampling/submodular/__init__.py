@@ -1,4 +1,4 @@
-"""Submodular partitions (He & Dube, arXiv 2211.00839): blocks that each stand for the whole. Pure NumPy."""
+"""Submodular partitions (He & Dube, arXiv 2211.00839): blocks that each represent the whole dataset. Pure NumPy."""
 
 from hetjax.sampling.submodular.cut import RULES, submodular_blocks
 from hetjax.sampling.submodular.features import flat_features, principal_components

@@ -1,39 +1,37 @@
-"""What similarity is measured on: features of samples, and pseudo-classes by k-means.
+"""Features that similarity is measured on, and pseudo-classes by k-means.
 
-What similarity is measured on: flat numbers per sample, or their leading principal components.
-
-Pseudo-classes by k-means: for targets that are no labels, for data without any, for classes beyond a kernel.
+Pseudo-classes replace labels where targets are continuous or missing, and split classes too large for one kernel.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-_WIDEST = 4096  # eigenvectors of a larger covariance take minutes and gigabytes
-_ROWS = 4096
+_MAX_WIDTH = 4096  # eigenvectors of a larger covariance take minutes and gigabytes
+_ROWS = 4096  # per chunk
 
 
 def flat_features(values: np.ndarray, what: str = "The features") -> np.ndarray:
-    """Samples as rows of float32, whatever their shape; refuses what is not a finite number."""
+    """Flatten samples to rows of float32; raise unless all values are finite numbers."""
     values = np.asarray(values)
     if values.ndim == 0 or values.dtype.kind not in "iufb":
         raise TypeError(f"{what} are {values.dtype} of shape {values.shape}; expected numbers, one row per sample.")
     flat_DxF = np.ascontiguousarray(values.reshape(len(values), -1), np.float32)
     finite_D = np.isfinite(flat_DxF.sum(axis=1, dtype=np.float64))
     if not finite_D.all():
-        raise ValueError(f"{what} of sample {int(np.argmin(finite_D))} hold NaN or infinity. Repair or remove it.")
+        raise ValueError(f"{what} of sample {int(np.argmin(finite_D))} hold NaN or infinity. Fix or remove it.")
     return flat_DxF
 
 
 def principal_components(features_DxF: np.ndarray, components: int) -> np.ndarray:
-    """The samples about their mean, projected onto the directions of largest variance: float32 [D, components]."""
+    """Project the centered samples onto the directions of largest variance: float32 [D, components]."""
     width = features_DxF.shape[1]
     if components < 1:
-        raise ValueError(f"{components} principal components were asked for; expected at least 1.")
-    if width > _WIDEST:
+        raise ValueError(f"components is {components}; expected at least 1 principal component.")
+    if width > _MAX_WIDTH:
         raise ValueError(
-            f"Samples of {width:,} numbers are too wide for principal components (at most {_WIDEST:,}). Give an "
-            "embedding function, for instance the last hidden layer of a partly trained model."
+            f"Samples of {width:,} features are too wide for principal components (at most {_MAX_WIDTH:,}). Give an "
+            "embedding function, such as the last hidden layer of a partly trained model."
         )
     mean_F, covariance_FxF = moments(features_DxF)
     _, directions_FxF = np.linalg.eigh(covariance_FxF)
@@ -45,7 +43,7 @@ def principal_components(features_DxF: np.ndarray, components: int) -> np.ndarra
 
 
 def moments(features_DxF: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and covariance (divided by the number of samples) in float64, a few thousand rows at a time."""
+    """Mean and covariance (divided by D) in float64, computed in chunks of rows."""
     mean_F = features_DxF.mean(axis=0, dtype=np.float64)
     covariance_FxF = np.zeros((len(mean_F), len(mean_F)))
     for lo in range(0, len(features_DxF), _ROWS):
@@ -54,24 +52,24 @@ def moments(features_DxF: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return mean_F, covariance_FxF / len(features_DxF)
 
 
-_ROUNDS = 50
+_ITERATIONS = 50
 _CLUSTER_ROWS = 8192
 
 
 def k_means(values_DxF: np.ndarray, clusters: int, seed: int = 0) -> np.ndarray:
-    """The cluster of every sample, 0 .. clusters - 1, none of them empty while there are enough different samples.
+    """The cluster of every sample, 0 to clusters - 1; none is empty if there are enough distinct samples.
 
-    Lloyd's rounds from k-means++ centers (Arthur & Vassilvitskii 2007) until nothing moves, 50 at most. A cluster that
-    runs empty starts again at the sample farthest from its center.
+    Lloyd's algorithm from k-means++ centers (Arthur & Vassilvitskii 2007) until nothing changes, at most 50 iterations.
+    A cluster that becomes empty restarts at the sample farthest from its center.
     """
     size = len(values_DxF)
     if not 1 <= clusters <= size:
-        raise ValueError(f"{clusters} pseudo-classes were asked for {size} samples; expected 1 to {size}.")
+        raise ValueError(f"Cannot make {clusters} pseudo-classes of {size} samples; expected 1 to {size}.")
     x_DxF = np.asarray(values_DxF, np.float64).reshape(size, -1)
     x_DxF = x_DxF - x_DxF.mean(axis=0)
     center_KxF = _first_centers(x_DxF, clusters, np.random.default_rng(seed))
     nearest_D = np.full(size, -1)
-    for _ in range(_ROUNDS):
+    for _ in range(_ITERATIONS):
         before_D, (nearest_D, distance_D) = nearest_D, _nearest(x_DxF, center_KxF)
         for empty in np.flatnonzero(np.bincount(nearest_D, minlength=clusters) == 0):
             far = int(np.argmax(distance_D))
@@ -87,14 +85,14 @@ def k_means(values_DxF: np.ndarray, clusters: int, seed: int = 0) -> np.ndarray:
 
 
 def split_large(classes_D: np.ndarray, features_DxF: np.ndarray, largest: int, seed: int = 0) -> np.ndarray:
-    """The classes, renumbered from 0, with every one above `largest` samples cut into k-means parts that are not.
+    """Renumber the classes from 0, splitting those with more than `largest` samples by k-means.
 
-    Samples that k-means cannot tell apart are cut by their index.
+    Samples that k-means cannot separate are split by index.
     """
     parts: list[np.ndarray] = []
-    waiting = [np.flatnonzero(classes_D == name) for name in np.unique(classes_D)]
-    while waiting:
-        members = waiting.pop(0)
+    queue = [np.flatnonzero(classes_D == name) for name in np.unique(classes_D)]
+    while queue:
+        members = queue.pop(0)
         pieces = -(-len(members) // largest)
         if pieces == 1:
             parts.append(members)
@@ -103,7 +101,7 @@ def split_large(classes_D: np.ndarray, features_DxF: np.ndarray, largest: int, s
         found = [members[nearest == k] for k in range(pieces)]
         if max(map(len, found)) == len(members):
             found = np.array_split(members, pieces)
-        waiting = [part for part in found if len(part)] + waiting
+        queue = [part for part in found if len(part)] + queue
     out_D = np.empty(len(classes_D), np.int64)
     for number, members in enumerate(parts):
         out_D[members] = number
@@ -111,7 +109,7 @@ def split_large(classes_D: np.ndarray, features_DxF: np.ndarray, largest: int, s
 
 
 def _first_centers(x_DxF: np.ndarray, clusters: int, rng: np.random.Generator) -> np.ndarray:
-    """Each center a sample drawn with probability by its squared distance to the centers before it."""
+    """k-means++: each center is a sample, drawn in proportion to its squared distance to the centers before it."""
     chosen = [int(rng.integers(len(x_DxF)))]
     distance_D = np.full(len(x_DxF), np.inf)
     while len(chosen) < clusters:
@@ -125,7 +123,7 @@ def _first_centers(x_DxF: np.ndarray, clusters: int, rng: np.random.Generator) -
 
 
 def _nearest(x_DxF: np.ndarray, center_KxF: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Index of the nearest center, the lowest of equals, and the squared distance to it."""
+    """Index of the nearest center, the lowest on ties, and the squared distance to it."""
     nearest_D, distance_D = np.empty(len(x_DxF), np.int64), np.empty(len(x_DxF))
     square_K = np.einsum("kf,kf->k", center_KxF, center_KxF)
     for lo in range(0, len(x_DxF), _CLUSTER_ROWS):

@@ -1,20 +1,15 @@
-r"""How alike samples are, and how well a block stands for its class: kernel, facility location, graph cut.
-
-How alike two samples are: a Gaussian kernel on a grid so coarse that sums of it are exact.
+r"""How well a block represents its class: a Gaussian kernel, and two submodular functions of it.
 
     sim(u, v) = exp(-|x_u - x_v|^2 / (2 h^2)),  rounded to multiples of 2**-24
-
-Every such number is a float32, and float64 adds up to 2**29 of them without rounding. So gains that are kept up to date
-by differences are the same numbers as gains computed afresh, ties are ties, and no order of summation matters.
-
-How well a block stands for its class: facility location and graph cut, with every gain kept up to date.
-
-Both hold, for every worker's block A_j, the value f(A_j) and for every sample v the gain f(A_j + v) - f(A_j).
 
     facility location   f(A) = sum_{u in V} max_{a in A} sim(u, a)
     graph cut           f(A) = sum_{u in V \ A} sum_{a in A} sim(u, a)
 
-`sim_VxV` is symmetric and not negative. On the grid of `gaussian_kernel` all numbers here are exact.
+Every rounded similarity is a float32, and float64 adds up to 2**29 of them exactly. So gains that are updated
+incrementally equal gains computed from scratch, ties are exact, and the order of summation does not matter.
+
+Both objectives keep, for every worker's block A_j, the value f(A_j) and the gain f(A_j + v) - f(A_j) of every sample v.
+`sim_VxV` has to be symmetric and non-negative.
 """
 
 from __future__ import annotations
@@ -22,12 +17,12 @@ from __future__ import annotations
 import numpy as np
 
 GRID = 2.0**24
-_ROWS = 512  # rows of the kernel made at a time
-_PROBE = 1000  # samples whose distances give the median
+_ROWS = 512  # of the kernel per chunk
+_PROBE = 1000  # samples that the median distance is taken over
 
 
 def gaussian_kernel(features_VxF: np.ndarray, bandwidth: float) -> np.ndarray:
-    """The float32 matrix of similarities: symmetric to the bit, ones on the diagonal."""
+    """The float32 matrix of similarities: exactly symmetric, ones on the diagonal."""
     if not 0 < bandwidth < np.inf:
         raise ValueError(f"The bandwidth is {bandwidth}; expected a distance above 0, or 'median'.")
     x_VxF, square_V = _centered(features_VxF)
@@ -43,16 +38,16 @@ def gaussian_kernel(features_VxF: np.ndarray, bandwidth: float) -> np.ndarray:
         distance /= GRID
         sim_VxV[lo:hi, lo:] = distance
         sim_VxV[lo:, lo:hi] = distance.T
-        corner = sim_VxV[lo:hi, lo:hi]  # the only part written from both sides of the diagonal
+        corner = sim_VxV[lo:hi, lo:hi]  # the only part written twice
         corner[...] = np.minimum(corner, corner.T)
     np.fill_diagonal(sim_VxV, 1.0)
     return sim_VxV
 
 
 def median_bandwidth(features_VxF: np.ndarray) -> float:
-    """The median distance of two different samples, of all pairs among up to 1,000 samples drawn with a fixed seed.
+    """The median distance over all pairs of up to 1,000 samples, drawn with a fixed seed.
 
-    Where more than half of the pairs are copies, the mean distance of the others; 1 where all are copies.
+    If at least half of the pairs are duplicates, the mean distance of the others; 1 if all are duplicates.
     """
     size = len(features_VxF)
     if size > _PROBE:
@@ -67,7 +62,7 @@ def median_bandwidth(features_VxF: np.ndarray) -> float:
 
 
 def _centered(features_VxF: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Float64 features about their mean, which keeps the differences of large squares small, and their squares."""
+    """Centered float64 features (to avoid cancellation in squared distances) and their squared norms."""
     x_VxF = np.asarray(features_VxF, np.float64)
     x_VxF = x_VxF - x_VxF.mean(axis=0)
     return x_VxF, np.einsum("vf,vf->v", x_VxF, x_VxF)
@@ -81,13 +76,14 @@ def _squared_distances(a_AxF: np.ndarray, b_BxF: np.ndarray, square_A: np.ndarra
     return np.maximum(distance_AxB, 0.0, out=distance_AxB)
 
 
-_GAIN_ROWS = 128  # rows of the kernel looked at together: they should stay in the cache
+_GAIN_ROWS = 128  # of the kernel per chunk: they should fit into the cache
 
 
 class FacilityLocation:
-    """Keeps cover_j(u) = max over A_j of sim(u, .); the gain of v is sum_u max(sim(u, v) - cover_j(u), 0).
+    """With cover_j(u) = max_{a in A_j} sim(u, a), the gain of v is sum_u max(sim(u, v) - cover_j(u), 0).
 
-    When v joins, only rows u with sim(u, v) > cover_j(u) change, by max(sim, old cover) clipped at the new one.
+    When v joins A_j, only rows u with sim(u, v) > cover_j(u) change the gains: that of w falls by
+    max(min(sim(u, w), sim(u, v)), cover_j(u)) - cover_j(u).
     """
 
     def __init__(self, sim_VxV: np.ndarray, workers: int):
@@ -98,7 +94,7 @@ class FacilityLocation:
         self._rows = np.empty((_GAIN_ROWS, len(sim_VxV)), sim_VxV.dtype)
 
     def add(self, worker: int, sample: int) -> None:
-        """The sample joins the worker's block."""
+        """Add the sample to the worker's block."""
         cover_V, gain_V, new_V = self._cover_WxV[worker], self.gain_WxV[worker], self.sim_VxV[sample]
         self.value_W[worker] += gain_V[sample]
         better = np.flatnonzero(new_V > cover_V)
@@ -115,7 +111,7 @@ class FacilityLocation:
 class GraphCut:
     """The gain of v outside A_j is sum_u sim(u, v) - sim(v, v) - 2 sum_{a in A_j} sim(a, v).
 
-    Not monotone: beyond half of the samples a block loses with every further one.
+    Not monotone: beyond half of the samples, every further one lowers f.
     """
 
     def __init__(self, sim_VxV: np.ndarray, workers: int):
@@ -125,7 +121,7 @@ class GraphCut:
         self.gain_WxV = np.repeat(gain_V[None], workers, axis=0)
 
     def add(self, worker: int, sample: int) -> None:
-        """The sample joins the worker's block."""
+        """Add the sample to the worker's block."""
         gain_V = self.gain_WxV[worker]
         self.value_W[worker] += gain_V[sample]
         gain_V -= 2.0 * self.sim_VxV[sample].astype(np.float64)
@@ -139,7 +135,7 @@ OBJECTIVES: dict[str, type[FacilityLocation] | type[GraphCut]] = {
 
 
 def value(objective: str, sim_VxV: np.ndarray, members: np.ndarray) -> float:
-    """f of one block, from its definition."""
+    """f of one block, computed from the definition."""
     if len(members) == 0:
         return 0.0
     if objective == "facility-location":

@@ -1,7 +1,7 @@
-"""Blocks for new rates with as few samples moved as can be: only those beyond a block's new quota leave it.
+"""Adapts submodular blocks to new rates while moving the fewest samples: only those above a block's new quota.
 
-In every class the samples that a block has too many of are chosen by the same greedy rule, as if they were a block of
-their own, so that both what stays and what goes stand for the old block; what goes is shared out in the same way.
+In every class the samples that leave a block are chosen by the same greedy algorithm, as if they were a block of their
+own, so that both those that stay and those that leave represent the old block. They are then divided in the same way.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from hetjax.sampling.submodular.objectives import total_value
 
 @dataclass(frozen=True)
 class Recut:
-    """New blocks, what they cost, and what a cut from scratch would have given."""
+    """New blocks, and how they compare with a partition from scratch."""
 
     blocks: Blocks
-    moved: int  # samples that changed their owner
-    fresh: Blocks | None  # the cut from scratch, where it was asked for
+    moved: int  # number of samples that changed owner
+    fresh: Blocks | None  # the partition from scratch, with `against_fresh`
     fresh_moved: int
-    value_before: float  # sum over workers and classes of f
+    value_before: float  # f summed over workers and classes
     value_after: float
     value_fresh: float
 
     @property
     def lost(self) -> float:
-        """The share of f that moving few samples cost against a cut from scratch; NaN where none was made."""
+        """1 - f / f from scratch: the price of moving few samples; NaN without `against_fresh`."""
         return 1.0 - self.value_after / self.value_fresh if self.value_fresh else float("nan")
 
     @property
     def summary(self) -> str:
-        """For people."""
+        """A sentence for the console."""
         return (
-            f"{self.moved:,} samples moved; a cut from scratch would move {self.fresh_moved:,}. f in all: "
+            f"{self.moved:,} samples moved; a partition from scratch would move {self.fresh_moved:,}. Total f: "
             f"{self.value_before:,.1f} before, {self.value_after:,.1f} now, {self.value_fresh:,.1f} from scratch "
             f"({self.lost:+.3%} lost)."
         )
@@ -53,10 +53,17 @@ def recut(
     against_fresh: bool = True,
     progress: ProgressFn | None = None,
 ) -> Recut:
-    """Move samples of submodular blocks so that their sizes follow new rates.
+    """Move samples between submodular blocks so that their sizes follow new rates.
 
-    A worker that has left gets the rate 0; new workers come after the old ones. The objective and the bandwidths are
-    those of the blocks. `against_fresh` makes the cut from scratch too, to say what f lost; it takes its full time.
+    The objective and the bandwidths are those of the blocks.
+
+    Args:
+        blocks: Blocks made by `submodular_blocks` or `recut`.
+        features_DxF: The features that they were made with.
+        rates_W: New rates: 0 for a worker that has left, new workers after the old ones.
+        rule: For the partition from scratch.
+        against_fresh: Also partition from scratch, to compare f; takes the full time of that.
+        progress: Called with the number of samples assigned since the last call.
     """
     features_DxF, rates_W = flat_features(features_DxF), validate_rates(rates_W)
     _check(blocks, features_DxF, rates_W)
@@ -90,35 +97,35 @@ def recut(
 def moved_owners(
     sim_VxV: np.ndarray, owner_V: np.ndarray, quota_W: np.ndarray, objective: str, progress: ProgressFn | None = None
 ) -> np.ndarray:
-    """New owners of one class's samples: sum_j max(|A_j| - C_j, 0) of them change, which is the least."""
+    """New owners of the samples of one class; only sum_j max(|A_j| - C_j, 0) of them change, the minimum."""
     owner_V = owner_V.copy()
     size_W = np.bincount(owner_V, minlength=len(quota_W))
     for worker in np.flatnonzero(size_W > quota_W):
         own = np.flatnonzero(owner_V == worker)
         stay_go = np.array([quota_W[worker], len(own) - quota_W[worker]])
-        owner_V[own[_dealt(sim_VxV, own, stay_go, objective) == 1]] = -1
+        owner_V[own[_assign(sim_VxV, own, stay_go, objective) == 1]] = -1
     free = np.flatnonzero(owner_V < 0)
     if len(free):
-        owner_V[free] = _dealt(sim_VxV, free, np.maximum(quota_W - size_W, 0), objective)
+        owner_V[free] = _assign(sim_VxV, free, np.maximum(quota_W - size_W, 0), objective)
     if progress is not None:
         progress(len(owner_V))
     return owner_V
 
 
-def _dealt(sim_VxV: np.ndarray, some: np.ndarray, quota_W: np.ndarray, objective: str) -> np.ndarray:
-    return assign_owners(sim_VxV[np.ix_(some, some)], quota_W, quota_W.astype(np.float64), objective, "parts")
+def _assign(sim_VxV: np.ndarray, members: np.ndarray, quota_W: np.ndarray, objective: str) -> np.ndarray:
+    return assign_owners(sim_VxV[np.ix_(members, members)], quota_W, quota_W.astype(np.float64), objective, "parts")
 
 
 def _check(blocks: Blocks, features_DxF: np.ndarray, rates_W: np.ndarray) -> None:
     if "objective" not in blocks.settings:
         raise ValueError(
-            f"These blocks ({blocks.settings.get('name', 'of unknown origin')}) have no objective to keep to. Cut anew "
-            "instead: a random partition is made in an instant."
+            f"These blocks ({blocks.settings.get('name', 'of unknown origin')}) have no objective, so they cannot be "
+            "adapted. Make new ones for the new rates."
         )
     if len(features_DxF) != blocks.size:
-        raise ValueError(f"The blocks share out {blocks.size:,} samples, but there are {len(features_DxF):,} features.")
+        raise ValueError(f"The blocks hold {blocks.size:,} samples, but features_DxF has {len(features_DxF):,} rows.")
     if len(rates_W) < blocks.workers:
         raise ValueError(
-            f"The blocks belong to {blocks.workers} workers and there are {len(rates_W)} rates. Give one each, 0 for a "
-            "worker that has left, and new workers after the old ones."
+            f"The blocks belong to {blocks.workers} workers, but there are {len(rates_W)} rates. Give one rate each: "
+            "0 for a worker that has left, and new workers after the old ones."
         )
