@@ -1,4 +1,4 @@
-"""The command `hetjax partition`: cut a data set into blocks, show what they are worth, write them to a file."""
+"""The command `hetjax partition`: partition a dataset into blocks, report their quality, write them to a file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hetjax.sampling.quality import quality
 from hetjax.sampling.submodular import OBJECTIVES, RULES, recut, submodular_blocks
 from hetjax.sampling.submodular.cut import resolve_rule
 
-MOST_WORKERS = 1024  # each has a line in the table and a color in the picture
+MOST_WORKERS = 1024  # each is a row of the table and a color of the figure
 
 
 def cut(
@@ -37,26 +37,28 @@ def cut(
     old: Path | None = None,
     seed: int = 0,
 ) -> None:
-    """Cut anew, or re-cut an old partition, and tell everything about it."""
+    """Make blocks, or adapt those of the file `old` to new rates; print their quality and draw them."""
     rates_W = validate_rates(rates)
     whole("--seed", seed, 0, MOST_SEED)
     if out.is_dir() or not out.parent.is_dir():
-        why = "is a folder" if out.is_dir() else f"has to go into {out.parent}, and there is no such folder"
-        raise ValueError(f"--out {out} {why}: give the path of a file in a folder that exists.")
+        why = "is a folder" if out.is_dir() else f"is in {out.parent}, but there is no such folder"
+        raise ValueError(f"--out {out} {why}: give the path of a file in an existing folder.")
     before = None if old is None else Blocks.load(old)
     if before is not None:
         given = {"objective": objective, "rule": rule, "bandwidth": bandwidth, "pseudo-classes": pseudo_classes}
-        features = _settled(before, f"{old}", features, {**given, "compare": compare or None})
+        features = _features_of(before, f"{old}", features, {**given, "compare": compare or None})
     features = features or "pca"
     source = _samples(dataset)
     if len(rates) > len(source):
-        raise ValueError(f"There are {len(rates):,} workers for {len(source):,} samples: give at most one for each.")
+        raise ValueError(
+            f"There are {len(rates):,} workers for {len(source):,} samples: expected at most one worker per sample."
+        )
     data = fingerprint(source)
     if before is not None:
         check_same_data(before, data, f"{old}")
     features_DxF = read_features(source, parse_features(features))
-    told = f"{source.description.name}: {len(source):,} samples, features {features} of {features_DxF.shape[1]}"
-    console.print(told, highlight=False, soft_wrap=True)
+    heading = f"{source.description.name}: {len(source):,} samples, {features_DxF.shape[1]} features ({features})"
+    console.print(heading, highlight=False, soft_wrap=True)
     if before is not None:
         name = "re-cut"
         with progress_bar(name, len(source), console) as tick:
@@ -76,9 +78,9 @@ def cut(
     blocks = blocks.with_settings(dataset=dataset, features=features, data=data)
     blocks.save(out)
     partitions = {name: blocks}
-    for other in (random_blocks, class_balanced_blocks):
-        chance = other(blocks.classes_D, rates_W, seed)
-        partitions[str(chance.settings["name"])] = chance
+    for make_baseline in (random_blocks, class_balanced_blocks):
+        baseline = make_baseline(blocks.classes_D, rates_W, seed)
+        partitions[str(baseline.settings["name"])] = baseline
     if compare:
         for f in OBJECTIVES:
             for r in RULES:
@@ -90,42 +92,42 @@ def cut(
         found = quality(features_DxF, partitions, bandwidth=widths)
     blocks_report.show(console, blocks, name, found)
     title = f"{source.description.name}: {len(source):,} samples for rates {', '.join(f'{r:g}' for r in rates_W)}"
-    picture, _ = blocks_report.draw(out, title, features_DxF, partitions, found)
-    console.print(f"blocks:  {out}\npicture: {picture}", soft_wrap=True, highlight=False)
+    figure, _ = blocks_report.draw(out, title, features_DxF, partitions, found)
+    console.print(f"blocks: {out}\nfigure: {figure}", soft_wrap=True, highlight=False)
 
 
 def parse_rates(text: str | None, workers: int) -> list[float]:
-    """The rates that --rates or --workers say."""
+    """Parse --rates; without it, --workers equal rates."""
     if text is None:
         return [1.0] * whole("--workers", workers, 1, MOST_WORKERS)
     try:
         rates = [float(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"--rates is {text!r}: expected numbers with commas between, such as 4,2,1,1.") from None
+        raise ValueError(f"--rates is {text!r}: expected numbers separated by commas, such as 4,2,1,1.") from None
     whole("The number of --rates", len(rates), 1, MOST_WORKERS)
     return rates
 
 
-def _settled(before: Blocks, path: str, features: str | None, given: Mapping[str, Any]) -> str:
-    """The features that earlier blocks were cut by; refuses flags that they leave nothing to decide."""
+def _features_of(before: Blocks, path: str, features: str | None, given: Mapping[str, Any]) -> str:
+    """The features of the blocks to be re-cut; raise ValueError for flags that would have no effect."""
     ignored = [f"--{name}" for name, value in given.items() if value is not None]
     if ignored:
         raise ValueError(
-            f"{', '.join(ignored)} cannot be given with --recut, which keeps to what {path} was cut by. Leave it out, "
-            "or cut anew without --recut."
+            f"{', '.join(ignored)} cannot be given with --recut, which uses the settings of {path}. Leave it out, or "
+            "make new blocks without --recut."
         )
     kept = before.settings.get("features")
     if kept is None and features is None:
-        raise ValueError(f"{path} does not say what features it was cut by: give them by --features.")
+        raise ValueError(f"{path} does not record its features: give them by --features.")
     if kept is not None and features not in (None, kept):
         raise ValueError(
-            f"{path} was cut by the features {kept}, and --features is {features}. Leave it out, or cut anew without "
-            "--recut."
+            f"{path} was made with the features {kept}, but --features is {features}. Leave it out, or make new blocks "
+            "without --recut."
         )
     return str(kept or features)
 
 
 def _samples(dataset: str) -> RowSource:
-    """Labels are not needed here: an NPZ file may hold any targets, or none."""
-    kind, _, place = dataset.partition(":")
-    return npz_samples(place) if kind == "npz" and place else load(dataset, "train")
+    """Training samples. Labels are not needed: an NPZ file may hold any targets, or none."""
+    kind, _, path = dataset.partition(":")
+    return npz_samples(path) if kind == "npz" and path else load(dataset, "train")

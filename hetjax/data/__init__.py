@@ -1,4 +1,4 @@
-"""Sources of samples, and the feeding of rows to workers."""
+"""Datasets, host batches, and the prefetching of rows for workers."""
 
 from hetjax.data.catalog import digits_source, load, synthetic_source
 from hetjax.data.files import idx_source, npz_source

@@ -1,4 +1,4 @@
-"""Host batches: what a training loop gives to a step, and loaders that end together in all processes."""
+"""Host batches: what a training loop passes to a step, and loaders that stop together in all processes."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ Tree = Any
 
 @runtime_checkable
 class HostBatch(Protocol):
-    """The samples of one step. A process asks only for the rows that it computes."""
+    """The samples of one step. A process only reads the rows that it computes."""
 
     def __len__(self) -> int:
-        """Samples of the whole batch, over all processes."""
+        """Number of samples in the whole batch, over all processes."""
         ...
 
     def rows(self, start: int, stop: int) -> Tree | Rows:
-        """A tree of arrays with the samples start .. stop-1 of the batch."""
+        """Samples [start, stop) of the batch, as a tree of arrays."""
         ...
 
 
 @dataclass(frozen=True)
 class ArrayBatch:
-    """A batch that is in memory as a whole."""
+    """A batch of arrays in memory."""
 
     tree: Tree
 
@@ -49,10 +49,13 @@ class ArrayBatch:
 
 @dataclass(frozen=True)
 class FeedBatch:
-    """The samples at a span of an epoch's order, fetched in the background (see prefetch.py).
+    """The samples of a span of an epoch's order, prefetched in the background (see prefetch.py).
 
-    `following`: the span that comes next, if it is known; its rows are sent for when those of this one are taken, with
-    a margin, as the next plan may differ.
+    Attributes:
+        feed: Fetches the rows.
+        span: The step.
+        following: The step after it, if known. Its rows are prefetched when those of this one are read, with a margin
+            because the next plan may differ.
     """
 
     feed: Feed
@@ -63,7 +66,7 @@ class FeedBatch:
         return self.span.batch
 
     def sample(self) -> Tree:
-        """Its first row alone, for the shapes: nothing is sent for."""
+        """The first row alone, for its shapes; prefetches nothing."""
         return fetch_positions(self.feed.source, self.feed.order, self.span.epoch, self.span.start, self.span.start + 1)
 
     def rows(self, start: int, stop: int) -> Rows:
@@ -71,32 +74,32 @@ class FeedBatch:
         rows = Rows(*self.feed.take(self.span.epoch, first + start, first + stop))
         if self.following is not None:
             margin = 0 if stop - start >= len(self) else max(1, (stop - start) // 8)
-            most = self.following.batch
-            begin = min(max(0, start - margin), max(0, most - 1))
-            end = most if margin == 0 else min(most, stop + margin)
-            at = self.following.start
-            self.feed.prepare(self.following.epoch, at + begin, at + max(begin + 1, end))
+            size = self.following.batch
+            begin = min(max(0, start - margin), max(0, size - 1))
+            end = size if margin == 0 else min(size, stop + margin)
+            offset = self.following.start
+            self.feed.prepare(self.following.epoch, offset + begin, offset + max(begin + 1, end))
         return rows
 
 
 def sample_of(batch: HostBatch, rows: int = 1) -> Tree:
-    """The first rows of a batch, to compile for."""
+    """The first rows of a batch, to compile for their shapes."""
     return batch.sample() if isinstance(batch, FeedBatch) else batch.rows(0, min(rows, len(batch)))
 
 
 def is_stream(source: Any) -> bool:
-    """Whether this can only be iterated over: batches as they come, not samples that can be asked for."""
+    """Whether this is an iterable of batches rather than a source with random access to samples."""
     indexed = hasattr(source, "__len__") and hasattr(source, "__getitem__")
     return hasattr(source, "__iter__") and not indexed and not isinstance(source, Mapping)
 
 
 def as_batch(batch: Any, limit: int) -> HostBatch:
-    """A batch from a tree of arrays, or an object that has `rows`, with at most `limit` samples."""
+    """Turn a tree of arrays, or an object with `rows`, into a HostBatch of 1 to `limit` samples."""
     made = batch if isinstance(batch, HostBatch) else ArrayBatch(_arrays(batch))
     if not 1 <= len(made) <= limit:
         raise ValueError(
-            f"The batch has {len(made)} samples; expected 1 to {limit}, which is batch_size. A shorter batch is fine, "
-            "a longer one has to be cut, or batch_size raised."
+            f"The batch has {len(made)} samples; expected 1 to {limit} (batch_size). Split larger batches, or raise "
+            "batch_size."
         )
     return made
 
@@ -106,14 +109,13 @@ def _arrays(batch: Any) -> Tree:
     arrays = [np.asarray(leaf) for leaf in leaves]
     if not arrays or any(array.ndim == 0 for array in arrays):
         raise ValueError(
-            "A batch is a tree of arrays (dicts, tuples, nested) whose first axis counts the samples; got "
-            f"{_kind(batch)}."
+            f"A batch is a tree of arrays (nested dicts, tuples) with samples along the first axis; got {_kind(batch)}."
         )
     sizes = {len(array) for array in arrays}
     if len(sizes) > 1:
-        raise ValueError(f"The arrays of a batch need the same number of rows, but they have {sorted(sizes)}.")
+        raise ValueError(f"All arrays of a batch need the same number of rows, but they have {sorted(sizes)}.")
     if odd := [array.dtype for array in arrays if array.dtype == object]:
-        raise ValueError(f"A batch needs arrays of numbers, but one has the type {odd[0]}: pad ragged samples first.")
+        raise ValueError(f"A batch needs arrays of numbers, but one has dtype {odd[0]}: pad ragged samples first.")
     return jax.tree.unflatten(tree, [np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype)) for x in arrays])
 
 
@@ -123,37 +125,37 @@ def _kind(batch: Any) -> str:
 
 
 def check_rows(tree: Tree, row: Tree) -> None:
-    """Refuse rows that are not shaped like the one that was compiled for."""
+    """Raise ValueError if rows differ in structure, shape or dtype from the row compiled for."""
     same_tree: bool = jax.tree.structure(tree) == jax.tree.structure(row)  # type: ignore[operator]
     pairs = list(zip(jax.tree.leaves(tree), jax.tree.leaves(row), strict=False))
     if not same_tree or any(x.shape[1:] != y.shape or x.dtype != y.dtype for x, y in pairs):
         shown = lambda tree, cut: jax.tree.map(lambda x: f"{x.dtype}{list(x.shape[cut:])}", tree)
         raise ValueError(
-            f"A sample of this batch is {shown(tree, 1)}, and the first batch had {shown(row, 0)}: every new shape "
-            "would compile anew. Pad samples to one shape."
+            f"A sample of this batch is {shown(tree, 1)}, but the first batch had {shown(row, 0)}: every new shape "
+            "would recompile. Pad samples to one shape."
         )
 
 
 def until_shortest(
     loader: Iterable[Any], requests: Any, left_of: Callable[[int], np.ndarray], process_W: Sequence[int], first: int
 ) -> Iterator[Any]:
-    """The batches of this process's loader, up to where the shortest of all processes' loaders ends.
+    """Yield this process's batches until the shortest loader of all processes ends.
 
-    How many batches a process has left, at most MANY = 2, travels with the sums of every step. Those of step k are
-    known when the batch of step k + 2 is asked for, so no process starts a step that another one cannot.
+    The number of batches a process has left, capped at MANY = 2, is part of the sums of every step. That of step k is
+    known when the batch of step k + 2 is needed, so no process starts a step that another cannot take part in.
 
     Args:
-        loader: of this process.
-        requests: `left` is set on it, which goes into the sums of the next step.
-        left_of: what each worker's process had left in a step.
-        process_W: the process of each worker.
-        first: the number of the first step.
+        loader: Batches of this process.
+        requests: Its attribute `left` goes into the sums of the next step.
+        left_of: Step -> batches left in the process of each worker.
+        process_W: The process of each worker.
+        first: Number of the first step.
     """
     source = iter(loader)
     ahead = deque(islice(source, MANY + 1))
-    begun_P = np.array(gather(min(len(ahead), MANY)))
-    steps, short = 0, np.flatnonzero(begun_P < MANY)
-    while not len(short) or steps < begun_P.min():
+    left_P = np.array(gather(min(len(ahead), MANY)))
+    steps, short = 0, np.flatnonzero(left_P < MANY)
+    while not len(short) or steps < left_P.min():
         if steps >= MANY:
             left_W = left_of(first + steps - MANY)
             short = np.unique([process for process, left in zip(process_W, left_W, strict=True) if left < MANY])
@@ -166,6 +168,6 @@ def until_shortest(
     requests.left = MANY
     log.log(
         logging.WARNING if ahead else logging.INFO,
-        "The data of process %s ended after %d steps, so all processes stop there%s.",
+        "The data of process %s ended after %d steps, so all processes stop%s.",
         ", ".join(map(str, short.tolist())), steps, "; this one has more" if ahead else "",
     )  # fmt: skip

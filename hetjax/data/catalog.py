@@ -1,11 +1,4 @@
-"""Datasets by name: the words that --dataset understands, and those that come without a file.
-
-The 1,797 handwritten digits of 8x8 pixels that scikit-learn carries: real data without a download.
-
-Made-up labeled images of any size: one prototype per class plus noise, so a model can learn them.
-
-Datasets by name: the words that --dataset understands.
-"""
+"""Datasets by name, as in --dataset, and those that need no file."""
 
 from __future__ import annotations
 
@@ -20,11 +13,14 @@ from hetjax.data.text import text_source
 
 
 def digits_source(split: str = "train") -> MemorySource:
-    """1,438 training or 359 test samples, every digit in the same proportion in both."""
+    """The 1,797 handwritten digits of 8x8 pixels that come with scikit-learn: real data without a download.
+
+    A stratified split gives 1,438 training and 359 test samples.
+    """
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
-    image = np.round(bunch.images * (255 / 16)).astype(np.uint8)  # the files hold 0 to 16
+    image = np.round(bunch.images * (255 / 16)).astype(np.uint8)  # stored as 0 to 16
     keep = stratified_split(bunch.target, split)
     return labeled_images(image[keep], bunch.target[keep], 10, name="digits")
 
@@ -38,9 +34,17 @@ def synthetic_source(
     noise: float = 0.25,
     seed: int = 0,
 ) -> MemorySource:
-    """`samples` images (4,096 for train, 1,024 for test unless told) around one random prototype per class.
+    """Synthetic labeled images: one random prototype per class, plus Gaussian noise.
 
-    Train and test share the prototypes and nothing else.
+    Training and test split share the prototypes only.
+
+    Args:
+        split: "train" or "test".
+        samples: Number of images (default: 4,096 for train, 1,024 for test).
+        shape: Height, width and channels.
+        classes: Number of classes.
+        noise: Standard deviation of the noise, where pixels are in [0, 1].
+        seed: Of prototypes, labels and noise.
     """
     check_split(split)
     if samples is None:
@@ -49,10 +53,10 @@ def synthetic_source(
     rng = np.random.default_rng([seed, ("train", "test").index(split) + 1])
     label = rng.integers(classes, size=samples)
     image = np.empty((samples, *shape), np.uint8)
-    for start in range(0, samples, 1024):  # noise in slices: floats of all samples at once may not fit
+    for start in range(0, samples, 1024):  # in chunks: the noise of all samples may not fit into memory
         part = slice(start, start + 1024)
-        blurred = prototypes[label[part]] + noise * rng.standard_normal((len(label[part]), *shape), np.float32)
-        image[part] = np.clip(blurred * 255, 0, 255)
+        noisy = prototypes[label[part]] + noise * rng.standard_normal((len(label[part]), *shape), np.float32)
+        image[part] = np.clip(noisy * 255, 0, 255)
     return labeled_images(image, label, classes, name="synthetic")
 
 
@@ -60,29 +64,29 @@ SPECS = "digits | synthetic | idx:DIR | npz:FILE | text | text:FILE | tfds:NAME"
 
 
 def load(spec: str, split: str = "train", **options: Any) -> RowSource:
-    """The source that a short text names; `options` go to its function. Its `.description` says what a model must fit.
+    """Load a dataset by name. `options` are passed to the function that makes it.
 
     digits      scikit-learn's 8x8 digits            idx:DIR    folder of IDX files (MNIST, Fashion-MNIST)
-    synthetic   made-up 28x28 images                 npz:FILE   arrays x and y
-    text        Python's own reference, bytes        text:FILE  any file, bytes
+    synthetic   synthetic 28x28 images               npz:FILE   arrays x and y
+    text        Python's language reference, bytes   text:FILE  any file, bytes
                                                      tfds:NAME  a prepared TensorFlow dataset
     """
-    kind, colon, place = spec.partition(":")
-    if bool(colon) != bool(place):
+    kind, colon, path = spec.partition(":")
+    if bool(colon) != bool(path):
         raise ValueError(f"The dataset {spec!r} ends in a colon without a path or name. Expected {SPECS}.")
-    match kind, place:
+    match kind, path:
         case "digits", "":
             return digits_source(split, **options)
         case "synthetic", "":
             return synthetic_source(split, **options)
         case "text", _:
-            return text_source(place or None, split, **options)
-        case "idx", _ if place:
-            return idx_source(place, split, **options)
-        case "npz", _ if place:
-            return npz_source(place, split, **options)
-        case "tfds", _ if place:
-            from hetjax.data.tfds import tfds_source  # a heavy package, wanted by few
+            return text_source(path or None, split, **options)
+        case "idx", _ if path:
+            return idx_source(path, split, **options)
+        case "npz", _ if path:
+            return npz_source(path, split, **options)
+        case "tfds", _ if path:
+            from hetjax.data.tfds import tfds_source  # a heavy optional package
 
-            return tfds_source(place, split, **options)
+            return tfds_source(path, split, **options)
     raise ValueError(f"There is no dataset {spec!r}. Expected {SPECS}.")

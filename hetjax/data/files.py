@@ -1,9 +1,4 @@
-"""Datasets from files: IDX (MNIST, Fashion-MNIST) and NPZ. Pickled objects are never loaded.
-
-IDX files, plain or gzipped: MNIST, and Fashion-MNIST as Debian's dataset-fashion-mnist installs it.
-
-NPZ files with inputs and labels, as np.savez writes them. Pickled objects are never loaded.
-"""
+"""Datasets from files: IDX, plain or gzipped (MNIST, Fashion-MNIST), and NPZ. Pickled objects are never loaded."""
 
 from __future__ import annotations
 
@@ -23,14 +18,14 @@ _PREFIX = {"train": "train", "test": "t10k"}
 
 
 def read_idx(path: str | Path) -> np.ndarray:
-    """The array in one IDX file: two zero bytes, type, number of axes, big-endian sizes, then the values."""
+    """Read one IDX file: two zero bytes, type, number of axes, big-endian sizes, then the values."""
     path = Path(path)
     content = _content(path)
     magic = content[:4]
     if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in _DTYPES:
         raise ValueError(
             f"{path} is not an IDX file: it starts with {magic.hex(' ') or 'nothing'}, where two zero bytes and a type "
-            "(08 to 0e) are expected. Check that the download is the file itself and not a web page."
+            "(08 to 0e) are expected. Check that the download is the file itself, not a web page."
         )
     axes = magic[3]
     head = 4 + 4 * axes
@@ -40,7 +35,7 @@ def read_idx(path: str | Path) -> np.ndarray:
     if len(sizes) != axes or len(content) != expected:
         promise = f"its header promises {expected:,}" if len(sizes) == axes else f"its header alone takes {head}"
         raise ValueError(
-            f"{path} has {len(content):,} bytes, but {promise}: it is truncated or damaged. Fetch it again."
+            f"{path} has {len(content):,} bytes, but {promise}: it is truncated or damaged. Download it again."
         )
     return np.frombuffer(content, dtype, offset=head).reshape(sizes).astype(dtype.newbyteorder("="))
 
@@ -48,7 +43,7 @@ def read_idx(path: str | Path) -> np.ndarray:
 def idx_source(folder: str | Path, split: str = "train", *, classes: int | None = None) -> MemorySource:
     """Labeled images from a folder with train-images..., train-labels..., t10k-images... and t10k-labels... files.
 
-    The number of classes is the largest training label plus one unless it is given.
+    `classes` defaults to the largest training label plus one.
     """
     check_split(split)
     folder = Path(folder)
@@ -67,7 +62,7 @@ def idx_source(folder: str | Path, split: str = "train", *, classes: int | None 
     if len(image) != len(label):
         raise ValueError(
             f"{image_file} holds {len(image):,} images but {label_file} holds {len(label):,} labels. The files belong "
-            "to different datasets, or one of them is incomplete."
+            "to different datasets, or one is incomplete."
         )
     if classes is None:
         train_label = label if split == "train" else read_idx(_find(folder, "train", "labels"))
@@ -83,11 +78,11 @@ def _content(path: Path) -> bytes:
     try:
         return gzip.decompress(content)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ValueError(f"{path} is truncated or damaged ({error}). Fetch it again.") from error
+        raise ValueError(f"{path} is truncated or damaged ({error}). Download it again.") from error
 
 
 def _find(folder: Path, split: str, what: str) -> Path:
-    """The one file of this kind; a plain file wins over its gzipped copy."""
+    """The only file of this kind; a plain file is preferred to its gzipped copy."""
     stem = f"{_PREFIX[split]}-{what}"
     found = {path.name.removesuffix(".gz"): path for path in sorted(folder.glob(f"*{stem}*"), reverse=True)}
     if len(found) == 1:
@@ -107,8 +102,8 @@ _PAIRS = (("x", "y"), ("image", "label"), ("images", "labels"))
 def npz_source(file: str | Path, split: str = "train", *, classes: int | None = None) -> MemorySource:
     """Labeled inputs from the arrays x_train, y_train, x_test and y_test, or from x and y (or image and label).
 
-    Without separate test arrays a fixed fifth of every label is the test split. uint8 inputs are scaled to [0, 1],
-    others are taken as they are. The number of classes is the largest training label plus one unless it is given.
+    Without test arrays a fixed fifth of every label is the test split. uint8 inputs are scaled to [0, 1], others are
+    left as they are. `classes` defaults to the largest training label plus one.
     """
     check_split(split)
     path = Path(file)
@@ -132,7 +127,7 @@ def npz_source(file: str | Path, split: str = "train", *, classes: int | None = 
         )
     if classes is None:
         classes = int(train_label.max(initial=0)) + 1 if np.issubdtype(train_label.dtype, np.integer) else 1
-    if label.ndim == 1:  # before the split, so that an error names the row as the file numbers it
+    if label.ndim == 1:  # before the split, so that errors give the row in the file
         check_labels(label, classes, str(path))
     if keep is not None:
         image, label = image[keep], label[keep]
@@ -140,9 +135,9 @@ def npz_source(file: str | Path, split: str = "train", *, classes: int | None = 
 
 
 def npz_samples(file: str | Path) -> MemorySource:
-    """The training samples for what needs no labels: targets may be any numbers, or missing.
+    """Training samples where no labels are needed: targets may be any numbers, or missing.
 
-    Where they are no labels all rows of x count, since there is nothing to split by, or those of x_train.
+    Without integer labels there is no stratified split: all rows of x_train, or else of x, are used.
     """
     path = Path(file)
     arrays = _read(path)
@@ -158,7 +153,7 @@ def npz_samples(file: str | Path) -> MemorySource:
         samples = {"image": checked.arrays["image"]}
         if target is not None:
             if target.dtype.kind not in "fb" or not np.isfinite(target).all():
-                raise ValueError(f"{path}: the targets {y} have to be finite numbers. Remove or repair the others.")
+                raise ValueError(f"{path}: the targets {y} have to be finite numbers. Remove or fix the others.")
             samples["label"] = target
         return MemorySource(samples, Description(path.stem, checked.description.input_shape), scale=checked.scale)
     return npz_source(path)
@@ -180,7 +175,7 @@ def _read(path: Path) -> dict[str, np.ndarray]:
     except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         if "allow_pickle" in str(error) and name is not None:
             raise ValueError(
-                f"{path}: the array {name!r} holds Python objects, which hetjax does not unpickle (they can run code). "
+                f"{path}: the array {name!r} holds Python objects, which hetjax never unpickles (they can run code). "
                 "Save plain numbers: np.stack the rows into one array before np.savez."
             ) from error
         raise ValueError(f"{path} is not a readable NPZ file ({error}). Write it again with np.savez.") from error

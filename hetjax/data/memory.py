@@ -1,4 +1,4 @@
-"""Samples that live in memory: a dict of arrays."""
+"""Sources in memory: a dict of arrays."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from hetjax.data.source import NUMBERS, Description, RowSource, Source
 
-_MOST_LABEL = 2**31 - 2  # labels are 32-bit integers, and so is the number of classes
+_MAX_LABEL = 2**31 - 2  # labels and the number of classes are 32-bit integers
 
 
 class MemorySource(RowSource):
@@ -16,9 +16,9 @@ class MemorySource(RowSource):
 
     Args:
         arrays: The arrays by name, all with the same number of rows.
-        description: What a model has to know about the samples.
+        description: What a model needs to know about the samples.
         scale: Factors by name. Such an array keeps its dtype in memory, and its rows are fetched as float32 times the
-            factor. Arrays without a factor are fetched as they are.
+            factor. Arrays without a factor are fetched unchanged.
     """
 
     def __init__(
@@ -32,12 +32,12 @@ class MemorySource(RowSource):
         self.arrays = {name: np.asarray(values) for name, values in arrays.items()}
         lengths = {name: len(values) if values.ndim else None for name, values in self.arrays.items()}
         if len(set(lengths.values())) != 1 or None in lengths.values():
-            raise ValueError(f"A source in memory needs arrays with the same number of rows, but got {lengths}.")
+            raise ValueError(f"MemorySource needs arrays with the same number of rows, but got {lengths}.")
         if unknown := sorted(self.scale.keys() - self.arrays.keys()):
             raise ValueError(f"scale names {unknown}, but the arrays are {sorted(self.arrays)}.")
         for name, values in self.arrays.items():
             if values.dtype.kind not in NUMBERS:
-                raise TypeError(f"The array {name!r} is {values.dtype}, not numbers: a model cannot be fed with it.")
+                raise TypeError(f"The array {name!r} is {values.dtype}, not numbers.")
         self._length = next(len(values) for values in self.arrays.values())
         if description is None:
             first = next(iter(self.arrays.values()))
@@ -54,11 +54,11 @@ class MemorySource(RowSource):
 
 
 def as_source(source: Source | Mapping[str, np.ndarray]) -> Source:
-    """What a user gives as a source: anything with a length and an index, or a dict of arrays."""
+    """Turn a dict of arrays into a source; check that anything else has a length and an index."""
     source = MemorySource(source) if isinstance(source, Mapping) else source
     if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
         raise TypeError(
-            f"A source needs __len__ and __getitem__ (or is a dict of arrays); got {type(source).__name__}."
+            f"A source needs __len__ and __getitem__, or has to be a dict of arrays; got {type(source).__name__}."
         )
     return source
 
@@ -66,10 +66,10 @@ def as_source(source: Source | Mapping[str, np.ndarray]) -> Source:
 def labeled_images(
     image: np.ndarray, label: np.ndarray, classes: int, *, name: str, origin: str = "the arrays"
 ) -> MemorySource:
-    """A source of inputs and labels, checked; `origin` is the file that an error should name.
+    """A source of checked inputs and labels; errors name `origin`.
 
-    Images without a channel axis get one. uint8 is kept in memory and fetched as float32 in [0, 1], any other type
-    becomes float32 as it is (no scaling).
+    Images without a channel axis get one. uint8 is kept in memory and fetched as float32 in [0, 1]; other types are
+    converted to float32 without scaling.
     """
     image, label = np.asarray(image), np.asarray(label)
     if image.ndim < 2 or label.ndim != 1 or len(image) != len(label):
@@ -78,9 +78,9 @@ def labeled_images(
             "Expected inputs [n, height, width], [n, height, width, channels] or [n, features] and n labels."
         )
     if len(label) == 0:
-        raise ValueError(f"{origin}: there are no samples in it.")
+        raise ValueError(f"{origin}: there are no samples.")
     if image.size == 0:
-        raise ValueError(f"{origin}: the inputs have the shape {image.shape}: there is nothing to learn from.")
+        raise ValueError(f"{origin}: the inputs have the shape {image.shape}: they are empty.")
     check_labels(label, classes, origin)
     if image.dtype != np.uint8:
         if image.dtype.kind not in "iufb":
@@ -88,7 +88,7 @@ def labeled_images(
         image = image.astype(np.float32)
         if not np.isfinite(image).all():
             row = int(np.argmin(np.isfinite(image).reshape(len(image), -1).all(axis=1)))
-            raise ValueError(f"{origin}: the input of sample {row} holds NaN or infinity. Remove or repair that row.")
+            raise ValueError(f"{origin}: the input of sample {row} holds NaN or infinity. Remove or fix that row.")
     if image.ndim == 3:
         image = image[..., None]
     arrays = {"image": image, "label": label.astype(np.int32)}
@@ -97,17 +97,17 @@ def labeled_images(
 
 
 def check_labels(label: np.ndarray, classes: int, origin: str) -> None:
-    """Refuse labels that are no integers or outside 0 .. classes - 1, naming the file and the first bad row."""
+    """Raise unless labels are integers in 0 to classes - 1; the error names the file and the first bad row."""
     if not np.issubdtype(label.dtype, np.integer):
         raise TypeError(f"{origin}: labels are {label.dtype}; expected integers from 0 to {classes - 1}.")
-    if label.size and label.max() > _MOST_LABEL:
+    if label.size and label.max() > _MAX_LABEL:
         raise ValueError(
-            f"{origin}: the label of sample {np.argmax(label)} is {label.max()}, above {_MOST_LABEL:,}. Renumber the "
+            f"{origin}: the label of sample {np.argmax(label)} is {label.max()}, above {_MAX_LABEL:,}. Renumber the "
             "labels from 0."
         )
     wrong = np.flatnonzero((label < 0) | (label >= classes))
     if wrong.size:
         raise ValueError(
             f"{origin}: the label of sample {wrong[0]} is {label[wrong[0]]}, outside 0 to {classes - 1}. Renumber the "
-            "labels from 0, or say how many classes there are (classes=)."
+            "labels from 0, or give the number of classes (classes=)."
         )

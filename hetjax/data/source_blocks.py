@@ -1,4 +1,4 @@
-"""Blocks of a source: reads its features and classes, and cuts it into one block per worker."""
+"""Partitions a source into one block per worker, by its features and classes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from hetjax.sampling.blocks import Blocks, class_balanced_blocks, random_blocks
 from hetjax.sampling.submodular import flat_features, principal_components, submodular_blocks
 from hetjax.sampling.submodular.features import k_means
 
-Embedding = Callable[[Batch], Any]  # a batch of the source -> one row of numbers per sample
+Embedding = Callable[[Batch], Any]  # batch -> one row of features per sample
 KINDS = ("submodular", "random", "class-balanced")
-COMPONENTS = 50
-_ROWS = 1024
+COMPONENTS = 50  # of "pca"
+_ROWS = 1024  # per chunk
 
 
 def make_blocks(
@@ -33,65 +33,84 @@ def make_blocks(
     seed: int = 0,
     **options: Any,
 ) -> Blocks:
-    """One block per worker, sized by its rate; give them to `Trainer(partition=...)`.
+    """Partition a dataset into one fixed block per worker, to be passed as `Trainer(partition=...)`.
 
-    kind            'submodular', or 'random' and 'class-balanced' to compare with (then no features are read)
-    features        'raw', 'pca' (50 components), 'pca:N', or a function of a batch, for instance a trained layer
-    pseudo_classes  so many by k-means: of targets that are no whole numbers, else of the features in place of labels
-    options         of `hetjax.sampling.submodular.submodular_blocks`: objective, rule, bandwidth, progress, ...
+    Block sizes are proportional to the rates, within every class too (except for "random"). Submodular blocks (RCD-SGD,
+    He & Dube, arXiv 2211.00839) are chosen greedily so that each represents the whole dataset. With several processes
+    use `hetjax.data.source_blocks.shared_blocks`, which computes them in one process for all.
 
-    Over several processes one of them is enough: see `shared_blocks`.
+    Args:
+        source: A source with the inputs under "image" and, if there are any, labels or targets under "label", or a dict
+            of such arrays. Other samples need a function as `features`.
+        rates: Relative speed of each worker; not negative, not all zero.
+        kind: "submodular", or the baselines "random" and "class-balanced".
+        features: What similarity is measured on: "raw" inputs, "pca" (50 principal components), "pca:N", or a function
+            of a batch that returns one row per sample, such as a hidden layer of a trained model.
+        pseudo_classes: Number of classes to make by k-means: of the targets if they are not integers, otherwise of the
+            features, instead of the labels. By default integer labels are the classes; without them there are 10
+            pseudo-classes.
+        seed: For k-means and random blocks.
+        **options: For submodular blocks, passed to `hetjax.sampling.submodular.submodular_blocks`: objective, rule,
+            bandwidth, carry, largest, progress.
+
+    Returns:
+        The blocks: `owner_D` is the worker of every sample, `save` writes them to a file.
+
+    Raises:
+        ValueError: If `kind`, `features`, `rates` or an option is invalid, or the samples have no "image" and no
+            function is given.
+        TypeError: If options are given for other than submodular blocks, or the features are not numbers.
     """
     source = MemorySource(source) if isinstance(source, Mapping) else source
     if kind not in KINDS:
-        raise ValueError(f"There are no {kind!r} blocks. Choose one of {', '.join(KINDS)}.")
+        raise ValueError(f"There are no {kind!r} blocks: choose one of {', '.join(KINDS)}.")
     rates_W = np.asarray(rates, np.float64)
     if kind != "submodular":
         if options:
-            raise TypeError(f"{', '.join(options)}: options of submodular blocks, and {kind!r} ones were asked for.")
+            raise TypeError(f"{', '.join(options)}: only for submodular blocks, but kind is {kind!r}.")
         classes_D = read_classes(source, None, pseudo_classes, seed)
         return (random_blocks if kind == "random" else class_balanced_blocks)(classes_D, rates_W, seed)
     features_DxF = read_features(source, features)
     classes_D = read_classes(source, features_DxF, pseudo_classes, seed)
-    told = features if isinstance(features, str) else _name(features)
-    return submodular_blocks(features_DxF, classes_D, rates_W, **options).with_settings(features=told)
+    name = features if isinstance(features, str) else _name(features)
+    return submodular_blocks(features_DxF, classes_D, rates_W, **options).with_settings(features=name)
 
 
 def shared_blocks(make: Callable[[], Blocks | None]) -> Blocks | None:
-    """What `make` gives in the first process, in all of them: machines may round unlike, and a cut can take minutes.
+    """Call `make` in the first process and return its blocks in all processes, which all have to call this.
 
-    All processes have to call this; only the first calls `make`.
+    Machines may round differently, and a submodular partition can take minutes.
     """
-    gather(None)  # they meet first: connected ones wait for `wait_limit`, but to connect only half a minute
-    told = None
+    gather(None)  # connect before the long wait: connecting times out after 30 s, a connected process at `wait_limit`
+    message = None
     if jax.process_index() == 0 and (made := make()) is not None:
         arrays = (made.owner_D, made.classes_D, made.rates_W)
-        told = [*(array.tolist() for array in arrays), dict(made.settings)]
-    first = gather(told)[0]
+        message = [*(array.tolist() for array in arrays), dict(made.settings)]
+    first = gather(message)[0]
     return None if first is None else Blocks(*first)
 
 
 def fingerprint(source: Source) -> str:
-    """Of all samples in their order: tells a data set from others, wherever its files lie."""
+    """Digest of all samples in order: identifies a dataset, wherever its files are."""
     return digest([digest(fetch(source, indices)) for indices in _parts(source)])
 
 
 def check_same_data(blocks: Blocks, data: str, path: str | Path) -> None:
-    """Refuse blocks from a file that were cut from samples of another fingerprint, where the file says so."""
+    """Raise ValueError if the blocks of a file record another fingerprint than `data`."""
     if blocks.settings.get("data", data) != data:
         raise ValueError(
-            f"The blocks in {path} were cut from other samples ({blocks.settings.get('dataset', 'unnamed')}). Give the "
-            "data set that they are of, unchanged, or cut anew."
+            f"The blocks in {path} were cut from other samples ({blocks.settings.get('dataset', 'unnamed')}). Give "
+            "that dataset, unchanged, or make new blocks."
         )
 
 
 def read_features(source: Source, features: str | Embedding = "pca") -> np.ndarray:
-    """One row of numbers per sample: its input flat, or principal components of it, or what a function makes of it."""
+    """One row of features per sample: "raw" inputs, "pca", "pca:N", or what a function makes of a batch."""
     if callable(features):
         return flat_features(_read(source, features), "The embedding")
     kind, _, count = str(features).partition(":")
     if kind not in ("raw", "pca") or (count and (kind == "raw" or not count.isdigit())):
-        raise ValueError(f"There are no features {features!r}. Choose raw, pca, pca:COMPONENTS or MODULE:FUNCTION.")
+        raise ValueError(f"There are no features {features!r}: choose raw, pca, pca:COMPONENTS or MODULE:FUNCTION.")
     raw_DxF = flat_features(_read(source, _inputs), "The inputs")
     return raw_DxF if kind == "raw" else principal_components(raw_DxF, int(count) if count else COMPONENTS)
 
@@ -99,9 +118,9 @@ def read_features(source: Source, features: str | Embedding = "pca") -> np.ndarr
 def read_classes(
     source: Source, features_DxF: np.ndarray | None, pseudo_classes: int | None = None, seed: int = 0
 ) -> np.ndarray:
-    """The label of every sample; pseudo-classes of the targets where those are no whole numbers, else of the features.
+    """The label of every sample; pseudo-classes of the targets if they are not integers; otherwise of the features.
 
-    `pseudo_classes` asks for so many, in place of labels too; ten unless told, or fewer where samples are few.
+    With `pseudo_classes` given, integer labels are ignored. Its default is 10, or the number of samples if lower.
     """
     count = min(10, len(source)) if pseudo_classes is None else pseudo_classes
     label_D = _labels(source)
@@ -113,7 +132,7 @@ def read_classes(
 
 
 def parse_features(text: str) -> str | Embedding:
-    """What --features means: a name of `read_features`, or the function that MODULE:FUNCTION imports."""
+    """Parse --features: a name that `read_features` knows, or MODULE:FUNCTION, which is imported."""
     module, colon, name = text.partition(":")
     if not colon or module == "pca":
         return text
@@ -122,7 +141,7 @@ def parse_features(text: str) -> str | Embedding:
     except (ImportError, AttributeError) as error:
         raise ValueError(f"The features {text!r} cannot be imported ({error}). Expected MODULE:FUNCTION.") from error
     if not callable(found):
-        raise ValueError(f"{text} is no function of a batch but {type(found).__name__}.")
+        raise ValueError(f"{text} is not a function of a batch, but {type(found).__name__}.")
     return found
 
 
@@ -131,7 +150,9 @@ def _read(source: Source, of_batch: Embedding) -> np.ndarray:
     for indices in _parts(source):
         part = np.asarray(of_batch(fetch(source, indices)))
         if part.ndim == 0 or len(part) != len(indices):
-            raise ValueError(f"Features of shape {part.shape} for a batch of {len(indices)}: expected one row each.")
+            raise ValueError(
+                f"Features of a batch of {len(indices)} have shape {part.shape}: expected one row per sample."
+            )
         parts.append(part.reshape(len(part), -1).astype(np.float32, copy=False))
     return np.concatenate(parts)
 
@@ -139,15 +160,15 @@ def _read(source: Source, of_batch: Embedding) -> np.ndarray:
 def _inputs(batch: Batch) -> np.ndarray:
     if isinstance(batch, Mapping) and "image" in batch:
         return batch["image"]
-    told = f"the arrays {sorted(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+    given = f"the arrays {sorted(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
     raise ValueError(
-        f"The samples are {told} without 'image', so it is not known what to compare them by. Give a function of a "
+        f"The samples are {given} without 'image', so there are no features to compare them by. Give a function of a "
         "batch (features=..., or --features MODULE:FUNCTION) that returns one row of numbers per sample."
     )
 
 
 def _labels(source: Source) -> np.ndarray | None:
-    """Labels or targets [D] or [D, ...] of a source that has them under 'label'."""
+    """Labels or targets [D, ...] of a source that has them under "label"."""
     first = fetch(source, np.zeros(1, np.int64))
     if not isinstance(first, Mapping) or "label" not in first:
         return None
@@ -157,10 +178,10 @@ def _labels(source: Source) -> np.ndarray | None:
 
 
 def _parts(source: Source) -> Iterator[np.ndarray]:
-    """All indices, in pieces that fit into memory."""
+    """All indices, in chunks."""
     return (np.arange(lo, min(lo + _ROWS, len(source))) for lo in range(0, len(source), _ROWS))
 
 
 def _name(embedding: Embedding) -> str:
-    """As MODULE:FUNCTION, which `parse_features` finds again unless it is inside another function."""
+    """As MODULE:FUNCTION, which `parse_features` can import unless it is a local function."""
     return f"{embedding.__module__}:{getattr(embedding, '__qualname__', type(embedding).__name__)}"

@@ -1,4 +1,4 @@
-"""Byte-level text for language models: windows of tokens, the tokens that follow, and a weight for each."""
+"""Byte-level text for language models: windows of tokens, their next tokens, and a weight for each."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from hetjax.data.source import Description, RowSource, check_split
 class TextSource(RowSource):
     """Consecutive windows of `window` bytes of a text.
 
-    A sample has "tokens" [window], the bytes; "targets" [window], the bytes that come one later; and "weights"
-    [window], 1 for a target that exists and 0 for the padding of the last window. A model learns from
-    sum(weights * loss) and divides by sum(weights): every byte but the first is predicted exactly once.
+    A sample has "tokens" [window], the bytes; "targets" [window], the same shifted by one; and "weights" [window], 0
+    for the padding of the last window and 1 elsewhere. The loss is sum(weights * loss) / sum(weights), in which every
+    byte but the first is predicted exactly once.
     """
 
     def __init__(self, text: bytes, *, window: int = 128, name: str = "text"):
         if window < 1:
-            raise ValueError(f"A window of {window} tokens is too short: give at least 1.")
+            raise ValueError(f"A window of {window} tokens is too short: expected at least 1.")
         if len(text) < 2:
-            raise ValueError(f"{name} has {len(text)} bytes: at least 2 are needed, to predict one from the other.")
+            raise ValueError(f"{name} has {len(text)} bytes: expected at least 2, to predict one from the other.")
         self.text = np.frombuffer(text, np.uint8)
         self.window = window
         self.description = Description(name, (window,), vocab=256)
@@ -42,7 +42,7 @@ class TextSource(RowSource):
 def text_source(
     file: str | Path | None = None, split: str = "train", *, window: int = 128, test_share: float = 0.1
 ) -> TextSource:
-    """Windows of a file, or of the built-in text without one; the last tenth of the bytes is the test split."""
+    """Windows of a file, or of the built-in text; the last `test_share` of the bytes is the test split."""
     check_split(split)
     if file is None:
         content, name = builtin_text(), "built-in text"
@@ -50,7 +50,7 @@ def text_source(
         path = Path(file)
         if not path.is_file():
             raise FileNotFoundError(
-                f"There is no text file {path}. Give text:FILE the path of any file, or plain text."
+                f"There is no text file {path}. Give text:FILE the path of any file, or use the built-in 'text'."
             )
         content, name = path.read_bytes(), str(path)
     cut = len(content) - max(2, int(len(content) * test_share))
@@ -60,7 +60,7 @@ def text_source(
 
 
 def builtin_text() -> bytes:
-    """The language reference that comes with Python for its help(): some 450 kB of English, differing by version."""
+    """Python's language reference, as shown by help(): about 450 kB of English, depending on the version."""
     from pydoc_data.topics import topics
 
     return "\n".join(topics[name] for name in sorted(topics)).encode()

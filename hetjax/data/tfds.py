@@ -1,4 +1,4 @@
-"""TensorFlow Datasets by random access: read from ArrayRecord files without TensorFlow."""
+"""TensorFlow Datasets with random access, read from ArrayRecord files without TensorFlow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hetjax.data.source import Description, RowSource, fetch
 
 
 class TfdsSource(RowSource):
-    """The samples of a prepared dataset with an image (or a vector) and a class label."""
+    """A prepared dataset with an image (or a vector) and a class label."""
 
     def __init__(self, records: Any, input_key: str, label_key: str, description: Description):
         self._records = records
@@ -27,9 +27,9 @@ class TfdsSource(RowSource):
     def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         indices = self.checked_indices(indices)
         records = self._records.__getitems__(indices.tolist())
-        wanted = (self._input_key, self._label_key)
-        chosen = {int(i): {key: record[key] for key in wanted} for i, record in zip(indices, records, strict=True)}
-        batch = fetch(chosen, indices)  # a dict of samples is a source too: stacking and its errors are the same
+        keys = (self._input_key, self._label_key)
+        chosen = {int(i): {key: record[key] for key in keys} for i, record in zip(indices, records, strict=True)}
+        batch = fetch(chosen, indices)  # a dict of samples is a source, too
         image, label = batch[self._input_key], batch[self._label_key]
         assert self.description.classes is not None
         check_labels(label, self.description.classes, f"TFDS dataset {self.description.name}")
@@ -41,10 +41,10 @@ class TfdsSource(RowSource):
 
 
 def tfds_source(name: str, split: str = "train", *, data_dir: str | Path | None = None) -> TfdsSource:
-    """One split of a dataset that was prepared before, found below `data_dir` (or TFDS_DATA_DIR, or TFDS's default).
+    """One split of a dataset that is already prepared in `data_dir` (default: TFDS_DATA_DIR, then TFDS's own default).
 
-    Reading needs the extra `tfds` and no TensorFlow. Preparing downloads, and needs TensorFlow for most datasets; see
-    the command in the errors below. A split may be a slice such as "train[:90%]".
+    Reading needs the extra `tfds`, but not TensorFlow. Preparing downloads the dataset, mostly by TensorFlow; the error
+    of a missing dataset gives the command. A split may be a slice such as "train[:90%]".
     """
     try:
         import tensorflow_datasets
@@ -60,13 +60,13 @@ def tfds_source(name: str, split: str = "train", *, data_dir: str | Path | None 
     except tensorflow_datasets.core.DatasetNotFoundError:
         prepared = False
     if not prepared:
-        raise FileNotFoundError(f"The TFDS dataset {name} is not prepared in {where}. {_how_to_prepare(name, where)}")
+        raise FileNotFoundError(f"The TFDS dataset {name} is not prepared in {where}. {_prepare_command(name, where)}")
     try:
         records = builder.as_data_source(split=split)
     except NotImplementedError as error:
         raise ValueError(
             f"The TFDS dataset {name} in {builder.data_path} is stored as {builder.info.file_format.value}, which has "
-            f"no random access. {_how_to_prepare(name, where)}"
+            f"no random access. {_prepare_command(name, where)}"
         ) from error
     except ValueError as error:
         raise ValueError(f"The TFDS dataset {name} in {builder.data_path}: {error}") from error
@@ -76,18 +76,18 @@ def tfds_source(name: str, split: str = "train", *, data_dir: str | Path | None 
     if input_key not in known or label_key not in known or not hasattr(features[label_key], "num_classes"):
         raise ValueError(
             f"The TFDS dataset {name} in {builder.data_path} has the features {sorted(known)}: hetjax reads datasets "
-            "with an image (or a vector) and a class label. Wrap the others in a source of your own."
+            "with an image (or a vector) and a class label. Write a source of your own for others."
         )
     if len(records) == 0:
         raise ValueError(f"The split {split!r} of the TFDS dataset {name} in {builder.data_path} has no samples.")
     label = features[label_key]
     source = TfdsSource(records, input_key, label_key, Description(name, (), classes=label.num_classes))
-    shape = source[0]["image"].shape  # the feature may leave sizes open; a sample does not
+    shape = source[0]["image"].shape  # the feature may leave sizes open
     source.description = Description(name, shape, classes=label.num_classes)
     return source
 
 
-def _how_to_prepare(name: str, where: str | Path) -> str:
+def _prepare_command(name: str, where: str | Path) -> str:
     return (
         "Prepare it once, on any machine, with pip install 'hetjax[tfds]' tensorflow-cpu and\n"
         f"  python -c \"import tensorflow_datasets as t; t.builder('{name}', data_dir='{where}', "

@@ -1,9 +1,4 @@
-"""What a partition is worth: tables of its quality beside chance, and a picture of its blocks.
-
-The picture of a partition: samples in two dimensions colored by block, and the classes of every block.
-
-What a partition is worth, for people: tables of its quality beside chance, and a picture.
-"""
+"""The quality of a partition: tables that compare it with random ones, and a figure of its blocks."""
 
 from __future__ import annotations
 
@@ -25,12 +20,12 @@ from hetjax.sampling.blocks import Blocks, encode_classes
 from hetjax.sampling.quality import Quality
 from hetjax.sampling.submodular import principal_components
 
-_POINTS = 2500  # of a panel; more only hide each other
+_POINTS = 2500  # per panel; more would only hide each other
 
 
 @dataclass(frozen=True)
 class View:
-    """Some of the samples, and where each lies on the plane."""
+    """Some of the samples, and their positions in the plane."""
 
     title: str
     samples_V: np.ndarray
@@ -40,17 +35,22 @@ class View:
 def draw_blocks(
     folder: Path, stem: str, title: str, owners: Mapping[str, np.ndarray], views: list[View], classes_WxL: Mapping
 ) -> tuple[Path, Path]:
-    """Write STEM.png and STEM.svg: a column for every partition, a row for every view, and the classes below.
+    """Write STEM.png and STEM.svg: a column per partition, a row per view, and the classes of every block below.
 
-    owners        partition -> the worker of every sample
-    classes_WxL   partition -> samples of every class in every block
+    Args:
+        folder: Where to write.
+        stem: Name of the files.
+        title: Title of the figure.
+        owners: Partition -> the worker of every sample.
+        views: Samples in two dimensions, colored by block.
+        classes_WxL: Partition -> number of samples of every class in every block.
     """
     with style():
         return save(blocks_figure(title, owners, views, classes_WxL), folder, stem)
 
 
 def blocks_figure(title: str, owners: Mapping[str, np.ndarray], views: list[View], classes_WxL: Mapping) -> Figure:
-    """To be called and saved under `style()`."""
+    """The figure of `draw_blocks`; call and save it inside `style()`."""
     columns, rows = len(owners), len(views) + 1
     figure = Figure(figsize=(4.4 * columns, 3.7 * len(views) + 3.0), layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
@@ -72,8 +72,9 @@ def blocks_figure(title: str, owners: Mapping[str, np.ndarray], views: list[View
 
 
 def _scatter(axes: Axes, view: View, owner_V: np.ndarray, workers: int) -> None:
-    """Points in the color of their block; the mean and the ellipse of one standard deviation of every block."""
-    few = np.unique(np.linspace(0, len(owner_V) - 1, _POINTS).astype(int))  # not by chance: blocks may be dealt so too
+    """Points in the color of their block; mean and standard-deviation ellipse of every block."""
+    # Evenly spaced, not drawn: the same generator may have dealt the blocks.
+    few = np.unique(np.linspace(0, len(owner_V) - 1, _POINTS).astype(int))
     colors = np.array([worker_color(worker) for worker in range(workers)])
     points, size = view.points_Vx2[few], float(np.clip(6000 / len(few), 4, 16))
     axes.scatter(points[:, 0], points[:, 1], s=size, c=colors[owner_V[few]], alpha=0.45, linewidths=0, rasterized=True)
@@ -98,7 +99,7 @@ def _moments(axes: Axes, points_Vx2: np.ndarray, color: str, line: str, label: s
 
 
 def _classes(axes: Axes, classes_WxL: np.ndarray) -> None:
-    """Bars of every block's class shares, side by side for every class; lines where there are many classes."""
+    """Class proportions of every block: bars side by side, or lines if there are many classes."""
     workers, classes = classes_WxL.shape
     share_WxL = classes_WxL / np.maximum(classes_WxL.sum(axis=1, keepdims=True), 1)
     for worker in range(workers):
@@ -119,16 +120,17 @@ def _classes(axes: Axes, classes_WxL: np.ndarray) -> None:
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
 
 
-MOST_PANELS = 4
+MAX_PARTITIONS = 4  # in one figure
 _SHORT = {"facility-location": "f loc.", "graph-cut": "f cut"}
 _EXPLAINED = """\
-Distances of blocks to the whole in units of the whole's own spread: of means
-(average and worst block), of means within classes, of covariances. Classes: the
-misplaced share of the worst block. f: facility location and graph cut in all."""
+Distances between block and dataset, relative to the spread of the dataset: of
+means (average and worst block), of means within classes, of covariances. classes:
+total variation distance of the worst block's class proportions. f: total facility
+location and graph cut."""
 
 
 def comparison_table(found: Mapping[str, Quality]) -> Table:
-    """A line for every partition: distances to the whole, and f in all."""
+    """A row per partition: distances to the dataset, and total f."""
     table = _table("", "mean", "worst", "within", "covar.", "classes", *_SHORT.values())
     for name, quality in found.items():
         numbers = (
@@ -145,7 +147,7 @@ def comparison_table(found: Mapping[str, Quality]) -> Table:
 
 
 def blocks_table(blocks: Blocks, quality: Quality) -> Table:
-    """A line for every block: its size, f and distances."""
+    """A row per block: its size, f and distances."""
     table = _table("block", "rate", "samples", *(_SHORT[f] for f in quality.values), "mean", "within", "covar.")
     for worker in range(blocks.workers):
         distances = (quality.mean_distance_W, quality.within_distance_W, quality.covariance_distance_W)
@@ -160,7 +162,7 @@ def blocks_table(blocks: Blocks, quality: Quality) -> Table:
 
 
 def classes_table(blocks: Blocks, quality: Quality) -> Table:
-    """How many samples of every class each block has: a line for every class, a column for every block."""
+    """Number of samples of every class in every block: a row per class, a column per block."""
     table = _table("class", *(f"block {worker}" for worker in range(blocks.workers)))
     for name, counts_W in zip(np.unique(blocks.classes_D), quality.classes_WxL.T, strict=True):
         table.add_row(str(name), *(f"{count:,}" for count in counts_W))
@@ -168,7 +170,7 @@ def classes_table(blocks: Blocks, quality: Quality) -> Table:
 
 
 def show(console: Console, blocks: Blocks, name: str, found: Mapping[str, Quality]) -> None:
-    """All tables, and what the numbers mean."""
+    """Print all tables, and what the numbers mean."""
     for table in (classes_table(blocks, found[name]), blocks_table(blocks, found[name]), comparison_table(found)):
         console.print(table)
         console.print("")
@@ -178,15 +180,15 @@ def show(console: Console, blocks: Blocks, name: str, found: Mapping[str, Qualit
 def draw(
     path: Path, title: str, features_DxF: np.ndarray, partitions: Mapping[str, Blocks], found: Mapping[str, Quality]
 ) -> tuple[Path, Path]:
-    """The picture beside `path`, as PNG and SVG: the first partitions, on all samples and on the largest class."""
-    shown = dict(list(partitions.items())[:MOST_PANELS])
+    """Draw the first partitions next to `path`, as PNG and SVG: all samples, and the largest class alone."""
+    shown = dict(list(partitions.items())[:MAX_PARTITIONS])
     first = next(iter(shown.values()))
     codes_D, sizes_L = encode_classes(first.classes_D)
     largest = np.flatnonzero(codes_D == int(np.argmax(sizes_L)))
-    everyone = np.arange(first.size)
+    all_D = np.arange(first.size)
     name = first.classes_D[largest[0]]
     views = [
-        View("all samples, 2 principal components", everyone, _plane(features_DxF)),
+        View("all samples, 2 principal components", all_D, _plane(features_DxF)),
         View(f"class {name} alone", largest, _plane(features_DxF[largest])),
     ]
     owners: dict[str, Any] = {name: blocks.owner_D for name, blocks in shown.items()}
@@ -195,7 +197,7 @@ def draw(
 
 
 def _plane(features_DxF: np.ndarray) -> np.ndarray:
-    """Two principal components; features of one number lie on a line."""
+    """Two principal components; the second is zero for one-dimensional features."""
     plane = principal_components(features_DxF, 2)
     return plane if plane.shape[1] == 2 else np.column_stack([plane, np.zeros(len(plane), np.float32)])
 
@@ -206,6 +208,6 @@ def _short(value: float) -> str:
 
 def _table(*columns: str) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-    for place, column in enumerate(columns):
-        table.add_column(column, justify="left" if place == 0 else "right", no_wrap=place > 0)
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", no_wrap=number > 0)
     return table

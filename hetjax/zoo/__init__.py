@@ -1,4 +1,4 @@
-"""Small Flax NNX models to train and to compare with: mlp, cnn, resnet and transformer."""
+"""Small Flax NNX models for examples and benchmarks: mlp, cnn, resnet and transformer."""
 
 from hetjax.zoo.images import CNN, MLP, ResNet
 from hetjax.zoo.layers import shift

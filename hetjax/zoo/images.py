@@ -1,12 +1,7 @@
 """Small image models: a multi-layer perceptron, a convolutional network and a residual network.
 
-A multi-layer perceptron on flattened inputs.
-
-A small convolutional network for images of 4x4 pixels and more.
-
-A small residual network in the CIFAR form: three stages of basic blocks (depth 6n + 2).
-
-K. He, X. Zhang, S. Ren, J. Sun: Deep Residual Learning for Image Recognition, CVPR 2016, section 4.2.
+All take one input, or any number of leading batch axes (ResNet: if its norm does), and return logits in float32 or
+wider.
 """
 
 from __future__ import annotations
@@ -22,7 +17,7 @@ from hetjax.zoo.layers import ComputeDtype, Dropout, GroupNorm, at_least_float32
 
 
 class MLP(nnx.Module):
-    """Dense layers with relu; works on one input of `input_shape` or on any number of them stacked in front."""
+    """A multi-layer perceptron with relu on flattened inputs."""
 
     def __init__(
         self,
@@ -50,7 +45,7 @@ class MLP(nnx.Module):
 class CNN(nnx.Module):
     """For each width a 3x3 convolution, relu and 2x2 max-pooling; then a hidden dense layer and the logits.
 
-    Works on one image [height, width, channels] or on any number of them stacked in front.
+    With the default widths, for images [height, width, channels] of at least 4x4 pixels.
     """
 
     def __init__(
@@ -68,8 +63,8 @@ class CNN(nnx.Module):
         shrink = 2 ** len(widths)
         if height < shrink or width < shrink:
             raise ValueError(
-                f"Images of {height}x{width} pixels are too small for a CNN that halves them {len(widths)} times: give "
-                f"at least {shrink}x{shrink}, fewer widths, or use the mlp."
+                f"Images of {height}x{width} pixels are too small for a CNN that halves them {len(widths)} times: use "
+                f"at least {shrink}x{shrink} pixels, fewer widths, or the mlp."
             )
         sizes = [channels, *widths]
         self.convs = nnx.List([nnx.Conv(a, b, (3, 3), dtype=dtype, rngs=rngs) for a, b in pairwise(sizes)])
@@ -84,12 +79,12 @@ class CNN(nnx.Module):
         return at_least_float32(self.head(self.dropout(x, rngs)))
 
 
-# norm(features, dtype=..., rngs=...) makes a layer that is called with x [..., height, width, features] alone.
+# norm(features, dtype=..., rngs=...) returns a layer that is called with x [..., height, width, features] only.
 NormFactory = Callable[..., Callable[[jax.Array], jax.Array]]
 
 
 class ResidualBlock(nnx.Module):
-    """relu(x + norm(conv(relu(norm(conv(x)))))), with a 1x1 convolution on x where the shape changes."""
+    """relu(x + norm(conv(relu(norm(conv(x)))))), with a 1x1 convolution of x if the shape changes."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, norm: NormFactory, dtype: ComputeDtype, rngs: nnx.Rngs):
         conv = lambda a, b, size, stride: nnx.Conv(
@@ -108,10 +103,11 @@ class ResidualBlock(nnx.Module):
 
 
 class ResNet(nnx.Module):
-    """A 3x3 convolution, three stages of `blocks` blocks (image halved and width doubled between), mean, logits.
+    """The residual network for CIFAR (He et al., "Deep Residual Learning", CVPR 2016, section 4.2), of depth 6n + 2.
 
-    `norm` is "group" or a factory (see NormFactory); batch normalization comes as a factory, because its statistics
-    need to know how the batch is split. With "group" the network works on one image or on any number stacked in front.
+    A 3x3 convolution, three stages of n = `blocks` blocks (each stage halves the image and doubles the width), global
+    mean, logits. `norm` is "group" or a NormFactory; batch normalization has to be a factory because its statistics
+    depend on how the batch is split.
     """
 
     def __init__(
@@ -128,8 +124,8 @@ class ResNet(nnx.Module):
         if isinstance(norm, str):
             if norm != "group":
                 raise ValueError(
-                    f"norm={norm!r} was given: expected 'group' or a function norm(features, dtype=, rngs=) that makes "
-                    "a layer. Plain batch normalization would make the result depend on how the batch is split."
+                    f"norm={norm!r}: expected 'group' or a function norm(features, dtype=, rngs=) that makes a layer. "
+                    "Plain batch normalization would make the result depend on how the batch is split."
                 )
             norm = GroupNorm
         self.stem = nnx.Conv(input_shape[-1], width, (3, 3), use_bias=False, dtype=dtype, rngs=rngs)

@@ -1,18 +1,6 @@
-"""Layers whose result does not depend on how a batch was split: dropout, group norm, pooling, augmentation.
+"""Layers whose result does not depend on how a batch is split: dropout, group norm, pooling, augmentation.
 
-Precision: compute may be coarse, what leaves a model is at least float32.
-
-Dropout that holds no random state: the caller brings the keys, so the noise of a sample follows the sample.
-
-Group normalization of one image at a time: no statistics across samples, so no split of a batch can change it.
-
-Y. Wu, K. He: Group Normalization, ECCV 2018. Flax's own layer insists on exactly one batch axis in front.
-
-Max-pooling by reshape and maxima.
-
-The gradient of `lax.reduce_window` (select-and-scatter) takes three times the whole step of a small CNN on CPU.
-
-Augmentation of one training image from its own random key, so that no split of a batch can change it.
+They use no statistics across samples, and take random keys per sample from the caller.
 """
 
 from __future__ import annotations
@@ -25,22 +13,24 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-# The dtype of a model's compute: None takes that of its parameters and inputs, bfloat16 halves the traffic. Parameters
-# are float32 either way.
+# The dtype a model computes in; None: that of its parameters and inputs. Parameters are float32 either way.
 ComputeDtype = DTypeLike | None
 
 
 def at_least_float32(x: jax.Array) -> jax.Array:
-    """The array in float32, or in its own type if that is wider."""
+    """Cast to float32 unless the dtype is wider."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 class Dropout(nnx.Module):
-    """Drops with probability `rate` when rngs are given (training) and does nothing without (evaluation)."""
+    """Dropout with probability `rate` if rngs are given (training); the identity otherwise (evaluation).
+
+    Holds no random state: the caller provides the keys, so that the noise belongs to the sample.
+    """
 
     def __init__(self, rate: float):
         if not 0 <= rate < 1:
-            raise ValueError(f"A dropout rate of {rate} was given: it must be at least 0 and below 1.")
+            raise ValueError(f"dropout is {rate}: expected a rate of at least 0 and below 1.")
         self.rate = rate
         self.layer = nnx.Dropout(rate)
 
@@ -49,9 +39,12 @@ class Dropout(nnx.Module):
 
 
 class GroupNorm(nnx.Module):
-    """scale * (x - mean) / sqrt(variance + epsilon) + bias for x of shape [..., height, width, features].
+    """Group normalization (Wu & He, ECCV 2018) of x [..., height, width, features], with any number of batch axes.
 
-    Mean and variance, in float32 or wider, are those of the pixels and the channels of a group.
+        scale * (x - mean) / sqrt(variance + epsilon) + bias
+
+    Mean and variance are taken over the pixels and the channels of a group, in float32 or wider. `nnx.GroupNorm` needs
+    exactly one batch axis.
     """
 
     def __init__(
@@ -79,10 +72,11 @@ class GroupNorm(nnx.Module):
 
 
 def max_pool(x: jax.Array, size: int = 2) -> jax.Array:
-    """The largest of each size x size window of [..., height, width, channels]; a ragged edge is cut off.
+    """Maximum of each size x size window of [..., height, width, channels]; incomplete windows are dropped.
 
-    As maxima of pairs: the gradient is a choice between two, where that of `max` over axes counts the ties first. A
-    small CNN as a whole trains 28% faster on a CPU core so.
+    By reshape and pairwise maxima, whose gradient is a select. The gradient of `lax.reduce_window` (select-and-scatter)
+    takes three times as long as the whole step of a small CNN on CPU; that of `max` over axes counts ties first, and
+    the whole CNN trains 28% faster without it.
     """
     *batch, height, width, channels = x.shape
     rows, columns = height // size, width // size
@@ -92,9 +86,9 @@ def max_pool(x: jax.Array, size: int = 2) -> jax.Array:
 
 
 def shift(image: jax.Array, key: jax.Array, *, pixels: int = 1, share: float = 0.5) -> jax.Array:
-    """The image [height, width, channels] moved by up to `pixels` either way with probability `share`, edges zero."""
-    where, whether = jax.random.split(key)
-    moved = jax.random.bernoulli(whether, share).astype(jnp.int32)
-    row, column = pixels + moved * jax.random.randint(where, (2,), -pixels, pixels + 1)
+    """With probability `share`, shift an image [height, width, channels] by up to `pixels`, padding with zeros."""
+    offset_key, apply_key = jax.random.split(key)
+    applied = jax.random.bernoulli(apply_key, share).astype(jnp.int32)
+    row, column = pixels + applied * jax.random.randint(offset_key, (2,), -pixels, pixels + 1)
     padded = jnp.pad(image, ((pixels, pixels), (pixels, pixels), (0, 0)))
     return jax.lax.dynamic_slice(padded, (row, column, 0), image.shape)

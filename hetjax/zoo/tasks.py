@@ -1,4 +1,4 @@
-"""A task: a dataset and a model by name, sized to fit each other, with the loss of one example."""
+"""Tasks: a dataset and a model by name, with matching sizes, and the loss of one example."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hetjax.zoo.transformer import Transformer
 
 
 class Score(NamedTuple):
-    """One example's loss and number of right answers, both summed over its answers, and the weight of these."""
+    """Loss, weight and number of correct predictions of one example, summed over its predictions."""
 
     loss: jax.Array
     weight: jax.Array
@@ -38,7 +38,7 @@ def classification(logits_C: jax.Array, label: jax.Array) -> Score:
 
 
 def next_token(logits_TxV: jax.Array, targets_T: jax.Array, weights_T: jax.Array) -> Score:
-    """Weighted sum over the places of a window of -log softmax(logits)[target]; the weight is sum(weights)."""
+    """Weighted sum over the tokens of a window of -log softmax(logits)[target]; weight sum(weights)."""
     loss_T = -jnp.take_along_axis(jax.nn.log_softmax(logits_TxV), targets_T[:, None], axis=-1)[:, 0]
     correct_T = (jnp.argmax(logits_TxV, axis=-1) == targets_T).astype(loss_T.dtype)
     return Score(jnp.sum(weights_T * loss_T), jnp.sum(weights_T), jnp.sum(weights_T * correct_T))
@@ -48,9 +48,9 @@ MODELS: dict[str, Any] = {"mlp": MLP, "cnn": CNN, "resnet": ResNet, "transformer
 
 
 def make_model(name: str, description: Description, rngs: nnx.Rngs, **options: Any) -> nnx.Module:
-    """The model `name` for samples like `description`; `options` go to its constructor (dtype, dropout, width, ...).
+    """Make a model for samples like `description`; `options` go to its constructor (dtype, dropout, width, ...).
 
-    Every model takes one input and optional `rngs` for dropout, and returns float32 logits.
+    Every model takes one input and optional `rngs` for dropout, and returns logits in float32 or wider.
     """
     if name not in MODELS:
         raise ValueError(f"There is no model {name!r}. Expected one of {', '.join(MODELS)}.")
@@ -62,16 +62,16 @@ def make_model(name: str, description: Description, rngs: nnx.Rngs, **options: A
     shape = description.input_shape
     if name == "transformer":
         if description.vocab is None:
-            raise _unfit(name, "text: tokens, targets and weights (--dataset text)", description)
+            raise _mismatch(name, "text: tokens, targets and weights (--dataset text)", description)
         return Transformer(shape[0], description.vocab, rngs=rngs, **options)
     if description.classes is None:
-        raise _unfit(name, "inputs with labels", description)
+        raise _mismatch(name, "inputs with labels", description)
     if name in ("cnn", "resnet") and len(shape) != 3:
-        raise _unfit(name, "images [height, width, channels]", description)
+        raise _mismatch(name, "images [height, width, channels]", description)
     return model(shape, description.classes, rngs=rngs, **options)
 
 
-def _unfit(name: str, expected: str, description: Description) -> ValueError:
+def _mismatch(name: str, expected: str, description: Description) -> ValueError:
     what = "text" if description.vocab is not None else "labeled" if description.classes is not None else "unlabeled"
     return ValueError(
         f"The {name} needs {expected}, but the samples of {description.name} are {what}, each of shape "
@@ -81,7 +81,7 @@ def _unfit(name: str, expected: str, description: Description) -> ValueError:
 
 @dataclass(frozen=True)
 class Task:
-    """What to train on, what to test on, and the model with its first parameters."""
+    """Training and test samples, and the model with its initial parameters."""
 
     train: RowSource
     test: RowSource
@@ -91,16 +91,21 @@ class Task:
 def make_task(
     dataset: str, model: str, *, seed: int = 0, norm: str | None = None, augment: str = "none", **options: Any
 ) -> Task:
-    """`dataset` as `hetjax.data.load` knows it, `model` one of `hetjax.zoo.MODELS`, `options` of its constructor.
+    """Make a task by names.
 
-    norm: 'batch' for hetjax's count-weighted BatchNorm or 'group' for GroupNorm, in models that normalize.
-    augment: 'shift' moves training images by up to a pixel, or 'none'.
+    Args:
+        dataset: As in `hetjax.data.load`.
+        model: One of `hetjax.zoo.MODELS`.
+        seed: Of the initial parameters.
+        norm: "batch" (hetjax's count-weighted BatchNorm) or "group" (GroupNorm), for models that normalize.
+        augment: "shift" moves training images by up to a pixel; "none".
+        **options: For the constructor of the model.
     """
     train, test = load(dataset, "train"), load(dataset, "test")
     if train.description != test.description:
         raise ValueError(
             f"The training samples of {dataset} are {train.description}, its test samples {test.description}: they "
-            "have to be alike."
+            "have to match."
         )
     if norm is not None:
         if norm not in ("batch", "group"):
@@ -113,20 +118,20 @@ def make_task(
     if augment not in ("none", "shift"):
         raise ValueError(f"There is no augmentation {augment!r}: choose 'none' or 'shift'.")
     if augment == "shift" and len(train.description.input_shape) != 3:
-        raise ValueError(f"Only images can be shifted, and the samples of {dataset} are none: leave augment out.")
+        raise ValueError(f"augment='shift' is for images, and the samples of {dataset} are none: leave augment out.")
     if train.description.vocab is not None:
         return Task(train, test, from_nnx(network, _text_loss))
     return Task(train, test, from_nnx(network, _shifted_image_loss if augment == "shift" else _image_loss))
 
 
 def _check_fits(name: str, shapes: nnx.Module, classes: int | None) -> None:
-    """Refuse a model whose parameters alone are more than the memory of this machine, before they are made."""
-    params, room = memory.size(nnx.state(shapes, nnx.Param)), memory.host()
-    if room is not None and params > room:
+    """Raise ValueError, before allocating, if the parameters alone exceed the memory of this machine."""
+    params, available = memory.size(nnx.state(shapes, nnx.Param)), memory.host()
+    if available is not None and params > available:
         many = f", or renumber the labels, which make {classes:,} classes" if classes and classes > 10**6 else ""
         raise ValueError(
-            f"The parameters of the {name} would take {memory.gib(params)}, and this machine has {memory.gib(room)} of "
-            f"memory. Use a smaller width{many}."
+            f"The parameters of the {name} would take {memory.gib(params)}, but this machine has "
+            f"{memory.gib(available)} of memory. Use a smaller width{many}."
         )
 
 
@@ -136,13 +141,13 @@ def _image_loss(model: Any, example: dict[str, Any], rngs: nnx.Rngs | None) -> E
 
 
 def _shifted_image_loss(model: Any, example: dict[str, Any], rngs: nnx.Rngs | None) -> Example:
-    """In training (where there are random streams) on an image moved by chance, in evaluation as it is."""
+    """Shifts the image at random in training (with rngs), not in evaluation."""
     if rngs is not None:
         example = {**example, "image": shift(example["image"], rngs.augment())}
     return _image_loss(model, example, rngs)
 
 
 def _text_loss(model: Any, example: dict[str, Any], rngs: nnx.Rngs | None) -> Example:
-    """Summed over the window's targets and weighted by their number, so that the loss divides by tokens."""
+    """Summed over the targets of a window and weighted by their number: the loss is a mean over tokens."""
     score = next_token(model(example["tokens"], rngs=rngs), example["targets"], example["weights"])
     return Example(score.loss, score.weight, {"accuracy": score.correct})

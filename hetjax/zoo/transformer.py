@@ -1,4 +1,4 @@
-"""A small causal transformer language model with pre-norm blocks and a head tied to the embedding."""
+"""A small causal transformer language model with pre-norm blocks and tied embeddings."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from hetjax.zoo.layers import ComputeDtype, Dropout, at_least_float32
 
 
 def causal_attention(q_HxTxD: jax.Array, k_HxTxD: jax.Array, v_HxTxD: jax.Array) -> jax.Array:
-    """softmax(q k^T / sqrt(D)) v for each head, every place seeing itself and what came before.
+    """Causal softmax(q k^T / sqrt(D)) v for each head.
 
-    The softmax is taken in float32 or wider; jax.nn.dot_product_attention takes it in float32 always, which would hide
-    from a test in float64 whether two splits agree.
+    The softmax is taken in float32 or wider. jax.nn.dot_product_attention always uses float32, so that tests in float64
+    could not tell whether two splits agree.
     """
     _, tokens, width = q_HxTxD.shape
     scores_HxTxT = at_least_float32(q_HxTxD @ k_HxTxD.swapaxes(1, 2)) / math.sqrt(width)
-    seen_TxT = jnp.tri(tokens, dtype=bool)
-    shares_HxTxT = jax.nn.softmax(jnp.where(seen_TxT, scores_HxTxT, -jnp.inf))
-    return shares_HxTxT.astype(v_HxTxD.dtype) @ v_HxTxD
+    visible_TxT = jnp.tri(tokens, dtype=bool)
+    weights_HxTxT = jax.nn.softmax(jnp.where(visible_TxT, scores_HxTxT, -jnp.inf))
+    return weights_HxTxT.astype(v_HxTxD.dtype) @ v_HxTxD
 
 
 class TransformerBlock(nnx.Module):
@@ -40,15 +40,15 @@ class TransformerBlock(nnx.Module):
 
     def __call__(self, x_TxD: jax.Array, rngs: nnx.Rngs | None) -> jax.Array:
         tokens, width = x_TxD.shape
-        together = self.query_key_value(self.norm1(x_TxD)).reshape(tokens, 3, self.heads, width // self.heads)
-        attended_HxTxD = causal_attention(*together.transpose(1, 2, 0, 3))
+        qkv = self.query_key_value(self.norm1(x_TxD)).reshape(tokens, 3, self.heads, width // self.heads)
+        attended_HxTxD = causal_attention(*qkv.transpose(1, 2, 0, 3))
         attended = attended_HxTxD.swapaxes(0, 1).reshape(tokens, width)
         x_TxD = x_TxD + self.dropout(self.project(attended), rngs)
         return x_TxD + self.dropout(self.down(jax.nn.gelu(self.up(self.norm2(x_TxD)))), rngs)
 
 
 class Transformer(nnx.Module):
-    """Logits [tokens, vocab] of the next token at every place of ONE sequence [tokens]; vmap it for a batch."""
+    """Logits [tokens, vocab] of the next token for ONE sequence [tokens]; use jax.vmap for a batch."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Transformer(nnx.Module):
         rngs: nnx.Rngs,
     ):
         if width % heads:
-            raise ValueError(f"A width of {width} cannot be shared by {heads} heads: make it a multiple of them.")
+            raise ValueError(f"A width of {width} cannot be divided among {heads} heads: use a multiple of {heads}.")
         small = nnx.initializers.normal(0.02)
         self.window = window
         self.dtype = dtype

@@ -1,4 +1,4 @@
-"""IDX and NPZ files: read back what was written, and name the file when it is broken."""
+"""IDX and NPZ files: round trips, and errors that name the broken file."""
 
 import gzip
 import struct
@@ -31,7 +31,7 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["u1", "i1", "i2", "i4", "f4", "f8"])
 @pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_idx_reads_back_every_type(tmp_path, dtype, suffix):
+def test_idx_round_trip_of_every_type(tmp_path, dtype, suffix):
     array = (np.arange(24).reshape(2, 3, 4) * 5 - (0 if dtype == "u1" else 60)).astype(dtype)
     write_idx(tmp_path / f"a{suffix}", array)
     read = read_idx(tmp_path / f"a{suffix}")
@@ -50,12 +50,12 @@ def test_idx_folder(folder):
     np.testing.assert_allclose(batch["image"][..., 0], raw[[5, 2]] / 255, rtol=1e-6)
 
 
-def test_a_plain_file_wins_over_its_gzipped_copy(folder):
+def test_a_plain_file_is_preferred_to_its_gzipped_copy(folder):
     write_idx(folder / "train-images-idx3-ubyte", np.full((30, 6, 5), 255, np.uint8))
     assert fetch(load(f"idx:{folder}"), np.array([0]))["image"].min() == 1
 
 
-def test_idx_refuses_two_datasets_in_one_folder(folder):
+def test_two_idx_datasets_in_one_folder_are_rejected(folder):
     write_idx(folder / "letters-train-images-idx3-ubyte", np.zeros((30, 6, 5), np.uint8))
     with pytest.raises(ValueError, match="several train-images files"):
         load(f"idx:{folder}")
@@ -87,7 +87,7 @@ def test_damaged_gzip_is_named(folder):
         load(f"idx:{folder}")
 
 
-def test_idx_files_that_do_not_go_together(folder):
+def test_mismatched_idx_files_are_rejected(folder):
     write_idx(folder / "train-labels-idx1-ubyte", np.zeros(29, np.uint8))
     with pytest.raises(ValueError, match=r"holds 30 images but .*train-labels-idx1-ubyte holds 29 labels"):
         load(f"idx:{folder}")
@@ -99,14 +99,14 @@ def test_idx_images_without_pixels_are_named(folder):
         load(f"idx:{folder}")
 
 
-def test_idx_labels_out_of_range(folder):
+def test_idx_labels_out_of_range_are_rejected(folder):
     write_idx(folder / "t10k-labels-idx1-ubyte", np.full(12, 9, np.uint8))
     with pytest.raises(ValueError, match=r"t10k-labels-idx1-ubyte: the label of sample 0 is 9, outside 0 to 3"):
         load(f"idx:{folder}", "test")
     assert load(f"idx:{folder}", "test", classes=10).description.classes == 10
 
 
-def test_missing_idx_folder_and_file(tmp_path, folder):
+def test_missing_idx_folder_and_file_are_named(tmp_path, folder):
     with pytest.raises(FileNotFoundError, match=r"nowhere.*dataset-fashion-mnist"):
         load(f"idx:{tmp_path / 'nowhere'}")
     (folder / "t10k-labels-idx1-ubyte").unlink()
@@ -137,7 +137,7 @@ def test_npz_with_its_own_split(tmp_path):
 
 
 @pytest.mark.parametrize("names", [("x", "y"), ("image", "label"), ("images", "labels")])
-def test_npz_is_split_when_it_is_one_set(tmp_path, names):
+def test_npz_without_a_split_is_split(tmp_path, names):
     file = tmp_path / "d.npz"
     np.savez_compressed(file, **dict(zip(names, (IMAGES, LABELS), strict=True)))
     train, test = load(f"npz:{file}"), load(f"npz:{file}", "test")
@@ -153,13 +153,13 @@ def test_npz_of_vectors(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arrays", "told"),
+    ("arrays", "message"),
     [
         ({"x": np.array([[1], [1, 2]], object), "y": LABELS[:2]}, "'x' holds Python objects"),
         ({"x": IMAGES, "y": LABELS - 1}, "label of sample 0 is -1"),
         ({"x": IMAGES, "y": LABELS * 3_000_000_000}, "label of sample 1 is 3000000000, above 2,147,483,646"),
         ({"x": IMAGES, "y": LABELS.astype(np.uint64) * np.uint64(2**64 - 1)}, "above 2,147,483,646"),
-        ({"x": IMAGES[:, :0], "y": LABELS}, r"shape \(16, 0, 4\): there is nothing"),
+        ({"x": IMAGES[:, :0], "y": LABELS}, r"shape \(16, 0, 4\): they are empty"),
         ({"x": IMAGES, "y": LABELS / 1}, "labels are float64"),
         ({"x": IMAGES, "y": LABELS[:5]}, "do not go together"),
         ({"x": IMAGES, "y": LABELS[:, None]}, "do not go together"),
@@ -170,10 +170,10 @@ def test_npz_of_vectors(tmp_path):
         ({"x_train": IMAGES, "y_train": LABELS}, "not x_test and y_test"),
     ],
 )
-def test_an_unfit_npz_is_named(tmp_path, arrays, told):
+def test_unusable_npz_arrays_are_named(tmp_path, arrays, message):
     file = tmp_path / "data.npz"
     np.savez(file, **arrays)
-    with pytest.raises((ValueError, TypeError), match=rf"data\.npz.*{told}"):
+    with pytest.raises((ValueError, TypeError), match=rf"data\.npz.*{message}"):
         load(f"npz:{file}")
 
 

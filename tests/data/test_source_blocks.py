@@ -1,4 +1,4 @@
-"""Blocks of a source: what is compared, what the classes are, and the command that does it all."""
+"""Blocks of a source: its features and classes, and the command `hetjax partition`."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def arrays(size=60, **more):
 
 
 def mean_and_spread(batch):
-    """An embedding for the command line to find."""
+    """An embedding that the command line imports."""
     flat = batch["image"].reshape(len(batch["image"]), -1)
     return np.stack([flat.mean(1), flat.std(1)], axis=1)
 
 
-def test_features_are_the_inputs_as_the_model_sees_them():
+def test_features_are_the_scaled_inputs():
     source = MemorySource(arrays(1500), scale={"image": 1 / 255})
     raw = read_features(source, "raw")
     np.testing.assert_array_equal(raw, (source.arrays["image"] * np.float32(1 / 255)).reshape(1500, 16))
@@ -56,7 +56,7 @@ class OneByOne:
         return {"image": self.image[index], "label": self.label[index]}
 
 
-def test_labels_targets_and_nothing_at_all():
+def test_classes_from_labels_targets_or_features():
     data = arrays()
     assert np.array_equal(read_classes(MemorySource(data), None), data["label"])
     assert np.array_equal(read_classes(OneByOne(data["image"], data["label"]), None), data["label"])
@@ -64,7 +64,7 @@ def test_labels_targets_and_nothing_at_all():
     found = read_classes(MemorySource(arrays(label=targets)), None, seed=1)
     assert all(np.unique(targets[found == c]).size == 1 for c in np.unique(found))
     three = read_classes(MemorySource(arrays(label=np.repeat([0.1, 7.3, 9.0], 20))), np.zeros((60, 1)), 3)
-    assert [len({*three[lo : lo + 20]}) for lo in (0, 20, 40)] == [1, 1, 1]  # by targets, with a number asked for too
+    assert [len({*three[lo : lo + 20]}) for lo in (0, 20, 40)] == [1, 1, 1]  # by targets, also with a given number
     assert len({*three}) == 3
     with pytest.raises(ValueError, match="61 pseudo-classes"):
         read_classes(MemorySource(data), np.zeros((60, 1)), 61)
@@ -93,22 +93,22 @@ def test_submodular_blocks_of_a_source_are_those_of_its_features():
     assert blocks.settings["features"] == "raw"
 
 
-def test_blocks_remember_their_features_so_that_they_are_found_again():
-    told = make_blocks(arrays(), [2, 1], features=mean_and_spread).settings["features"]
-    assert parse_features(told) is mean_and_spread
+def test_blocks_record_the_name_of_their_embedding():
+    name = make_blocks(arrays(), [2, 1], features=mean_and_spread).settings["features"]
+    assert parse_features(name) is mean_and_spread
 
 
-def test_shared_blocks_of_one_process_are_its_own():
+def test_shared_blocks_of_one_process_are_unchanged():
     blocks = make_blocks(arrays(), [0.1, 0.7], features="raw")
-    there = shared_blocks(lambda: blocks)
-    assert np.array_equal(there.owner_D, blocks.owner_D)
-    assert np.array_equal(there.classes_D, blocks.classes_D)
-    assert there.rates_W.tolist() == [0.1, 0.7]
-    assert there.settings == blocks.settings
+    shared = shared_blocks(lambda: blocks)
+    assert np.array_equal(shared.owner_D, blocks.owner_D)
+    assert np.array_equal(shared.classes_D, blocks.classes_D)
+    assert shared.rates_W.tolist() == [0.1, 0.7]
+    assert shared.settings == blocks.settings
     assert shared_blocks(lambda: None) is None
 
 
-def test_a_fingerprint_tells_samples_apart_and_not_kinds_of_source():
+def test_a_fingerprint_depends_on_samples_not_on_the_kind_of_source():
     data = arrays(1500)
     changed = data["image"].copy()
     changed[1400, 0, 0] ^= 1
@@ -119,33 +119,33 @@ def test_a_fingerprint_tells_samples_apart_and_not_kinds_of_source():
 
 
 @pytest.mark.parametrize(
-    ("asked", "sentence"),
+    ("arguments", "message"),
     [
         ({"kind": "best"}, "no 'best' blocks"),
         ({"features": "pixels"}, "no features 'pixels'"),
         ({"features": "raw:3"}, "no features 'raw:3'"),
-        ({"features": lambda batch: np.zeros(3)}, "expected one row each"),
+        ({"features": lambda batch: np.zeros(3)}, "expected one row per sample"),
         ({"source": {"tokens": np.zeros((9, 4))}}, "without 'image'"),
     ],
 )
-def test_bad_wishes_are_explained(asked, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        make_blocks(**{"source": arrays(), "rates": [1, 1]} | asked)
+def test_invalid_arguments_are_rejected(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make_blocks(**{"source": arrays(), "rates": [1, 1]} | arguments)
 
 
 @pytest.mark.parametrize("text", ["nowhere:f", "numpy:nothing", "numpy:pi"])
-def test_an_embedding_that_is_not_there_is_explained(text):
+def test_a_missing_embedding_is_named(text):
     with pytest.raises(ValueError, match=f"{text}"):
         parse_features(text)
 
 
-def test_the_command_cuts_compares_and_cuts_again(tmp_path, capsys):
+def test_command_partitions_compares_and_recuts(tmp_path, capsys):
     np.savez(tmp_path / "small.npz", x=arrays(150)["image"], y=arrays(150)["label"])
     out, again = tmp_path / "blocks.npz", tmp_path / "again.npz"
     assert main(["partition", f"npz:{tmp_path / 'small.npz'}", "--rates", "2,1", "--out", str(out), "--compare"]) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for words in ("facility-location min-block", "graph-cut parts", "random", "class-balanced", "blocks.png"):
-        assert words in told
+        assert words in output
     blocks = Blocks.load(out)
     assert blocks.sizes_W.tolist() == [80, 40]
     assert (tmp_path / "blocks.png").stat().st_size > 10_000
@@ -156,11 +156,11 @@ def test_the_command_cuts_compares_and_cuts_again(tmp_path, capsys):
     assert Blocks.load(again).sizes_W.tolist() == [60, 60]
 
 
-def test_the_command_explains_mistakes(tmp_path, capsys):
+def test_command_rejects_invalid_arguments(tmp_path, capsys):
     few = tmp_path / "few.npz"
     np.savez(few, x=np.zeros((40, 3), np.float32), y=np.arange(40) % 2)
-    for arguments, sentence in (
-        (["digits", "--rates", "fast"], "expected numbers with commas"),
+    for arguments, message in (
+        (["digits", "--rates", "fast"], "expected numbers separated by commas"),
         (["digits", "--workers", "0"], "at least 1"),
         (["digits", "--workers", "999999999999"], "--workers is 999999999999: expected a whole number"),
         (["digits", "--rates", ",".join(["1"] * 2000)], "The number of --rates is 2000"),
@@ -171,30 +171,30 @@ def test_the_command_explains_mistakes(tmp_path, capsys):
         (["digits", "--recut", str(tmp_path / "none.npz")], "There is no blocks file"),
     ):
         assert main(["partition", *arguments, "--out", str(tmp_path / "b.npz")]) == 2
-        assert sentence in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
-def test_where_the_blocks_go_is_looked_at_before_they_are_cut(tmp_path, capsys, monkeypatch):
+def test_command_checks_the_output_path_first(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("hetjax.cli.partition.submodular_blocks", None)
-    for out, sentence in ((tmp_path / "nowhere" / "b.npz", "there is no such folder"), (tmp_path, "is a folder")):
+    for out, message in ((tmp_path / "nowhere" / "b.npz", "there is no such folder"), (tmp_path, "is a folder")):
         assert main(["partition", "digits", "--out", str(out)]) == 2
-        assert sentence in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 @pytest.fixture
-def no_picture(monkeypatch):
-    """Drawing takes longer than all the rest."""
+def no_figure(monkeypatch):
+    """Drawing takes longer than everything else."""
     monkeypatch.setattr("hetjax.report.blocks.draw", lambda out, *_: (out, out))
 
 
 def partition(tmp_path, name, *flags, **saved):
-    """The blocks that the command makes of these arrays."""
+    """Run the command on these arrays and load its blocks."""
     np.savez(tmp_path / "data.npz", **saved)
     assert main(["partition", f"npz:{tmp_path / 'data.npz'}", *flags, "--out", str(tmp_path / name)]) == 0
     return Blocks.load(tmp_path / name)
 
 
-def test_the_command_takes_an_embedding_a_bandwidth_and_pseudo_classes(tmp_path, no_picture):
+def test_command_takes_an_embedding_a_bandwidth_and_pseudo_classes(tmp_path, no_figure):
     data = arrays(60)
     flags = ["--features", "test_source_blocks:mean_and_spread", "--bandwidth", "0.2", "--pseudo-classes", "4"]
     flags += ["--objective", "graph-cut", "--rule", "per-rate", "--rates", "2,1", "--seed", "5"]
@@ -208,23 +208,23 @@ def test_the_command_takes_an_embedding_a_bandwidth_and_pseudo_classes(tmp_path,
 
 
 @pytest.mark.parametrize("targets", [None, np.repeat([0.5, 20.0, 3.25], [30, 20, 10])])
-def test_the_command_needs_no_labels(tmp_path, no_picture, targets):
+def test_command_needs_no_labels(tmp_path, no_figure, targets):
     image = np.random.default_rng(1).normal(size=(60, 3)) + np.repeat([0.0, 50.0, 100.0], [10, 20, 30])[:, None]
     saved = {"x": image} if targets is None else {"x": image, "y": targets}
     found = partition(tmp_path, "b.npz", "--pseudo-classes", "3", "--rates", "4,1", "--features", "raw", **saved)
-    bounds = [0, 10, 30, 60] if targets is None else [0, 30, 50, 60]  # all rows, by what there is to tell them apart
+    bounds = [0, 10, 30, 60] if targets is None else [0, 30, 50, 60]  # all rows, grouped by features or by targets
     for lo, hi in pairwise(bounds):
         assert len({*found.classes_D[lo:hi]}) == 1
         assert np.bincount(found.owner_D[lo:hi]).tolist() == [(hi - lo) * 4 // 5, (hi - lo) // 5]
 
 
-def test_targets_that_are_no_numbers_are_named(tmp_path, capsys):
+def test_command_rejects_targets_that_are_not_finite(tmp_path, capsys):
     np.savez(tmp_path / "data.npz", x=arrays(20)["image"], y=np.full(20, np.nan))
     assert main(["partition", f"npz:{tmp_path / 'data.npz'}"]) == 2
     assert "the targets y have to be finite numbers" in capsys.readouterr().err
 
 
-def test_a_recut_keeps_to_the_features_and_the_data_of_the_file(tmp_path, no_picture, capsys):
+def test_recut_keeps_the_features_and_the_data_of_the_file(tmp_path, no_figure, capsys):
     data = {"x_train": arrays(60)["image"], "y_train": arrays(60)["label"], "x_test": 0, "y_test": 0}
     old = partition(tmp_path, "old.npz", "--rates", "2,1", "--features", "raw", "--bandwidth", "0.5", **data)
     again = ["--recut", str(tmp_path / "old.npz"), "--rates", "1,2"]
@@ -232,18 +232,18 @@ def test_a_recut_keeps_to_the_features_and_the_data_of_the_file(tmp_path, no_pic
     raw = read_features(MemorySource(arrays(60), scale={"image": 1 / 255}), "raw")
     assert np.array_equal(found.owner_D, recut(old, raw, [1, 2]).blocks.owner_D)
     assert found.settings["features"] == "raw"
-    for flags, sentence in (
-        (["--features", "pca"], "old.npz was cut by the features raw, and --features is pca"),
+    for flags, message in (
+        (["--features", "pca"], "old.npz was made with the features raw, but --features is pca"),
         (["--objective", "graph-cut"], "--objective cannot be given with --recut"),
         (["--rule", "fill", "--compare"], "--rule, --compare cannot"),
         (["--bandwidth", "1"], "--bandwidth cannot"),
         (["--pseudo-classes", "3"], "--pseudo-classes cannot"),
     ):
         assert main(["partition", f"npz:{tmp_path / 'data.npz'}", *again, *flags]) == 2
-        assert sentence in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     np.savez(tmp_path / "data.npz", **data | {"x_train": data["x_train"][::-1]})
     assert main(["partition", f"npz:{tmp_path / 'data.npz'}", *again]) == 2
     assert "old.npz were cut from other samples" in capsys.readouterr().err
     submodular_blocks(raw, np.zeros(60), [1, 1]).save(tmp_path / "old.npz")
     assert main(["partition", f"npz:{tmp_path / 'data.npz'}", *again]) == 2
-    assert "does not say what features" in capsys.readouterr().err
+    assert "does not record its features" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Sources: any way of fetching gives the same rows, and a broken one is refused with a sentence."""
+"""Sources: all ways of fetching give the same rows, and broken samples are rejected by index."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ SPECS = ["digits", "synthetic", "text"]
 
 
 class OneByOne:
-    """A source as a user would write it: no rows()."""
+    """A source without `rows`, as a user would write it."""
 
     def __init__(self, source: RowSource):
         self.source = source
@@ -23,7 +23,7 @@ class OneByOne:
         return self.source[index]
 
 
-def equal(one, other):
+def assert_equal(one, other):
     assert one.keys() == other.keys()
     for key in one:
         assert one[key].dtype == other[key].dtype
@@ -36,8 +36,8 @@ def test_rows_and_single_samples_agree(spec, split):
     source = load(spec, split)
     assert isinstance(source, Source)
     indices = np.array([3, 0, len(source) - 1, 3])
-    equal(fetch(source, indices), fetch(OneByOne(source), indices))
-    equal(fetch(source, indices), source[indices])
+    assert_equal(fetch(source, indices), fetch(OneByOne(source), indices))
+    assert_equal(fetch(source, indices), source[indices])
     assert source[0].keys() == fetch(source, indices).keys()
     first = next(iter(source[0].values()))
     assert first.shape == source.description.input_shape
@@ -45,7 +45,7 @@ def test_rows_and_single_samples_agree(spec, split):
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_loading_twice_gives_the_same_samples(spec):
-    equal(fetch(load(spec), np.arange(9)), fetch(load(spec), np.arange(9)))
+    assert_equal(fetch(load(spec), np.arange(9)), fetch(load(spec), np.arange(9)))
 
 
 @pytest.mark.parametrize("spec", ["digits", "synthetic"])
@@ -69,7 +69,7 @@ def test_digits_split_is_stratified_and_complete():
 
 
 @pytest.mark.parametrize("index", [-1, 1797])
-def test_an_index_outside_is_refused(index):
+def test_an_index_out_of_range_is_rejected(index):
     with pytest.raises(IndexError, match=f"Index {index} is outside digits"):
         fetch(load("digits"), np.array([0, index]))
 
@@ -84,7 +84,7 @@ def test_memory_rows_are_the_rows_of_the_arrays(indices):
 
 
 @pytest.mark.parametrize("name", ["image", "img"])
-def test_a_users_bytes_are_scaled_only_on_request(name):
+def test_bytes_of_a_user_are_scaled_only_on_request(name):
     arrays = {name: np.arange(12, dtype=np.uint8).reshape(4, 3)}
     batch = fetch(MemorySource(arrays), np.arange(4))
     assert batch[name].dtype == np.uint8
@@ -96,7 +96,7 @@ def test_a_users_bytes_are_scaled_only_on_request(name):
         MemorySource(arrays, scale={"other": 0.5})
 
 
-def test_memory_refuses_arrays_of_different_length():
+def test_arrays_of_different_length_are_rejected():
     with pytest.raises(ValueError, match=r"'a': 3, 'b': 4"):
         MemorySource({"a": np.zeros(3), "b": np.zeros(4)})
 
@@ -109,7 +109,7 @@ def test_nested_and_tuple_samples_are_stacked():
 
 
 @pytest.mark.parametrize(
-    ("odd", "told"),
+    ("odd", "message"),
     [
         (
             {"x": np.zeros(3)},
@@ -120,13 +120,13 @@ def test_nested_and_tuple_samples_are_stacked():
         (np.zeros(2), "sample 2 is a ndarray"),
     ],
 )
-def test_unlike_samples_are_refused_by_index(odd, told):
+def test_mismatched_samples_are_named_by_index(odd, message):
     source = [{"x": np.zeros(2)}, {"x": np.zeros(2)}, odd]
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         fetch(source, np.arange(3))
 
 
-def test_text_cannot_be_a_feature():
+def test_strings_are_rejected():
     with pytest.raises(TypeError, match=r"Sample 0\['x'\]"):
         fetch([{"x": "hello"}], np.array([0]))
 
@@ -137,7 +137,7 @@ def test_an_unknown_spec_lists_the_known_ones(spec):
         load(spec)
 
 
-def test_an_unknown_split_is_refused():
+def test_an_unknown_split_is_rejected():
     for spec in SPECS:
         with pytest.raises(ValueError, match="no split 'valid'"):
             load(spec, "valid")

@@ -30,7 +30,7 @@ def test_a_file_and_its_split(tmp_path):
     assert train.description.input_shape == (16,)
 
 
-def test_what_cannot_be_read_is_named(tmp_path):
+def test_unreadable_files_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nothing\.txt"):
         text_source(tmp_path / "nothing.txt")
     (tmp_path / "short.txt").write_bytes(b"abc")
@@ -40,5 +40,5 @@ def test_what_cannot_be_read_is_named(tmp_path):
         text_source(window=0)
 
 
-def test_the_builtin_text_is_long_enough_to_learn_from():
+def test_the_builtin_text_is_long_enough_to_train_on():
     assert len(load("text").text) > 100_000

@@ -1,4 +1,4 @@
-"""TFDS: a dataset written to disk by TFDS itself is read back by random access, all of it without TensorFlow."""
+"""TFDS: a dataset prepared by TFDS is read with random access, all without TensorFlow."""
 
 import io
 import shutil
@@ -40,7 +40,7 @@ class TinyVectors(tensorflow_datasets.core.GeneratorBasedBuilder):
 
 
 class TinyPictures(TinyVectors):
-    """The same as PNG files, the way most image datasets are stored."""
+    """The same as PNG, as most image datasets are stored."""
 
     def _info(self):
         features = tensorflow_datasets.features
@@ -69,7 +69,7 @@ def prepared(request, tmp_path_factory):
     return folder, builder.name
 
 
-def test_every_sample_comes_back(prepared):
+def test_every_sample_is_read(prepared):
     folder, name = prepared
     source = load(f"tfds:{name}", data_dir=folder)
     assert len(source) == 20
@@ -99,7 +99,7 @@ def test_random_access_and_splits(prepared, monkeypatch):
         load(f"tfds:{name}", "valid")
 
 
-def test_a_dataset_that_is_not_prepared_says_how(tmp_path):
+def test_the_error_of_an_unprepared_dataset_gives_the_command(tmp_path):
     for name in ("no_such_dataset", "mnist"):
         with pytest.raises(
             FileNotFoundError, match=rf"{name} is not prepared in {tmp_path}(.|\n)*download_and_prepare"
@@ -107,7 +107,7 @@ def test_a_dataset_that_is_not_prepared_says_how(tmp_path):
             load(f"tfds:{name}", data_dir=tmp_path)
 
 
-def test_a_dataset_without_random_access_says_how(prepared, tmp_path):
+def test_the_error_of_a_dataset_without_random_access_gives_the_command(prepared, tmp_path):
     folder, name = prepared
     copy = shutil.copytree(folder, tmp_path / "copy")
     info = copy / name / "1.0.0" / "dataset_info.json"
@@ -125,7 +125,7 @@ def test_reading_imports_no_tensorflow(prepared):
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_without_a_data_dir_the_default_one_is_named(monkeypatch):
+def test_the_default_data_dir_is_named(monkeypatch):
     monkeypatch.delenv("TFDS_DATA_DIR", raising=False)
     with pytest.raises(FileNotFoundError, match=r"no_such_dataset is not prepared in .*tensorflow_datasets"):
         load("tfds:no_such_dataset")

@@ -1,4 +1,4 @@
-"""The picture of a partition: its files, its panels, blocks that are empty or of one sample, and many classes."""
+"""The figure of a partition: its files and panels, with empty blocks, blocks of one sample, and many classes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def views(size):
     return [View("all", np.arange(size), points), View("some", np.arange(3), points[:3])]
 
 
-def test_a_picture_is_written_twice_the_same(tmp_path):
-    """But for the last bit of a place on the page, which the layout may find differently."""
+def test_drawing_twice_writes_the_same_figure(tmp_path):
+    """Up to the last bit of positions, which the layout may round differently."""
     owner = np.arange(40) % 3
     shares = {"ours": np.full((3, 4), 3), "chance": np.full((3, 4), 3)}
     draw = lambda: draw_blocks(tmp_path, "blocks", "title", {"ours": owner, "chance": owner[::-1]}, views(40), shares)
@@ -33,7 +33,7 @@ def test_a_picture_is_written_twice_the_same(tmp_path):
     assert re.findall(r"<!-- (.*?) -->", svg.read_text()) == words
 
 
-def test_the_points_shown_of_many_are_of_all_blocks_however_they_were_dealt():
+def test_the_points_shown_represent_all_blocks():
     points = np.random.default_rng(1).normal(size=(20_000, 2))
     shown = View("all", np.arange(20_000), points)
     for owner in (random_blocks(np.zeros(20_000), [4, 2, 1, 1], seed=0).owner_D, np.repeat([0, 1, 2, 3], 5000)):
@@ -44,7 +44,7 @@ def test_the_points_shown_of_many_are_of_all_blocks_however_they_were_dealt():
 
 
 @pytest.mark.parametrize("classes", [1, 20, 200])
-def test_every_block_has_its_mean_at_its_place_and_an_empty_one_none(classes):
+def test_every_block_but_an_empty_one_has_its_mean_marked(classes):
     owner = np.array([0, 0, 2, 2, 2, 3])  # block 1 is empty, block 3 has one sample
     shown = views(6)
     with style():

@@ -1,4 +1,4 @@
-"""Models: one example at a time, split-invariant, and able to learn."""
+"""Models: per-example, independent of the split of a batch, and trainable."""
 
 import re
 from functools import lru_cache, partial
@@ -26,13 +26,13 @@ SMALL = {
 
 @lru_cache
 def small(name, **options):
-    """A small model, made once: no test changes it."""
+    """A small model, made once; no test modifies it."""
     description = WORDS if name == "transformer" else IMAGES
     return make_model(name, description, nnx.Rngs(0), **SMALL[name], **options)
 
 
 def outline(name, description=IMAGES, **options):
-    """The same with shapes for numbers, where only the structure matters."""
+    """The same with shapes only."""
     return nnx.eval_shape(lambda: make_model(name, description, nnx.Rngs(0), **SMALL[name], **options))
 
 
@@ -53,7 +53,7 @@ def scores(model, batch, keys=None):
 
 @partial(jax.jit, static_argnums=0)
 def split_scores(graph, params, batch, keys=None):
-    """Every example through the model on its own, with its own key if there are keys."""
+    """Scores of every example by itself, with its own key if there are keys."""
     model = nnx.merge(graph, params)
 
     def one(example, key):
@@ -66,14 +66,14 @@ def split_scores(graph, params, batch, keys=None):
 
 
 def mean_loss(graph, params, batch):
-    told = split_scores(graph, params, batch)
-    return told.loss.sum() / told.weight.sum()
+    score = split_scores(graph, params, batch)
+    return score.loss.sum() / score.weight.sum()
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "resnet" else []) for name in SMALL]
 )
-def test_a_step_downhill_lowers_the_loss(name):
+def test_a_gradient_step_lowers_the_loss(name):
     graph, params = nnx.split(small(name), nnx.Param)
     batch = batch_for(name)
     value_and_grad = jax.jit(jax.value_and_grad(mean_loss, argnums=1), static_argnums=0)
@@ -81,12 +81,12 @@ def test_a_step_downhill_lowers_the_loss(name):
     after, _ = value_and_grad(graph, jax.tree.map(lambda p, g: p - 0.02 * g, params, grads), batch)
     assert np.isfinite(before)
     assert after < before
-    assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(grads)), "a parameter that nothing depends on"
+    assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(grads)), "a parameter without gradient"
 
 
 @pytest.mark.parametrize("name", SMALL)
 def test_parameters_are_the_only_state(name):
-    """Nothing random and no statistics inside: what a sample computes depends on the sample, its key and the params."""
+    """No random state and no statistics: the result depends only on the sample, its key and the parameters."""
     options = {} if name == "resnet" else {"dropout": 0.5}
     model = outline(name, WORDS if name == "transformer" else IMAGES, **options)
     _, params, rest = nnx.split(model, nnx.Param, ...)
@@ -95,19 +95,19 @@ def test_parameters_are_the_only_state(name):
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "transformer"])
-def test_dropout_follows_the_sample_not_the_split(name):
+def test_dropout_depends_on_the_sample_not_on_the_split(name):
     model = small(name, dropout=0.3)
     batch = batch_for(name)
     keys = jax.random.split(jax.random.key(1), 6)
     whole = scores(model, batch, keys).loss
     part = scores(model, jax.tree.map(lambda x: x[2:4], batch), keys[2:4]).loss
     np.testing.assert_allclose(whole[2:4], part, rtol=1e-5)
-    assert not np.allclose(whole, scores(model, batch, keys[::-1]).loss), "the keys change nothing"
+    assert not np.allclose(whole, scores(model, batch, keys[::-1]).loss), "the keys have no effect"
     np.testing.assert_allclose(scores(model, batch).loss, scores(model, batch).loss)
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "resnet"])
-def test_a_stack_of_images_gives_the_logits_of_each(name):
+def test_leading_batch_axes_give_the_logits_of_each_image(name):
     model = nnx.jit(small(name))
     image = batch_for(name)["image"]
     stacked = model(image)
@@ -117,7 +117,7 @@ def test_a_stack_of_images_gives_the_logits_of_each(name):
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_bfloat16_computes_coarsely_and_keeps_float32_parameters(name):
+def test_bfloat16_compute_keeps_float32_parameters(name):
     fine, coarse = (jax.jit(small(name, dtype=dtype)) for dtype in (jnp.float32, jnp.bfloat16))
     example = batch_for(name)["tokens" if name == "transformer" else "image"][0]
     assert coarse(example).dtype == jnp.float32
@@ -130,8 +130,8 @@ def test_bfloat16_computes_coarsely_and_keeps_float32_parameters(name):
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_double_precision_goes_all_the_way(name):
-    """With float64 parameters and inputs nothing inside falls back to float32, so that splits can be compared."""
+def test_float64_is_never_narrowed(name):
+    """Needed to compare splits in float64."""
     with jax.enable_x64(True):
         graph, params = nnx.split(outline(name, WORDS if name == "transformer" else IMAGES), nnx.Param)
         params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float64), params)
@@ -160,14 +160,14 @@ def test_no_gradient_of_a_window_reduction_in_the_cnn():
 
 
 @pytest.mark.parametrize("shape", [(28, 28, 1), (4, 4, 3), (9, 5, 2)])
-def test_cnn_and_resnet_fit_images_of_many_sizes(shape):
+def test_cnn_and_resnet_take_images_of_many_sizes(shape):
     for name in ("cnn", "resnet"):
         graph, params = nnx.split(outline(name, Description("images", shape, classes=7)))
         logits = jax.eval_shape(lambda params, x, graph=graph: nnx.merge(graph, params)(x), params, jnp.zeros(shape))
         assert logits.shape == (7,)
 
 
-def test_resnet_takes_its_norm_from_outside():
+def test_resnet_takes_a_norm_factory():
     made = []
 
     def factory(features, *, dtype, rngs):
@@ -180,20 +180,20 @@ def test_resnet_takes_its_norm_from_outside():
         small("resnet", norm="batch")
 
 
-def test_the_transformer_does_not_look_ahead():
+def test_transformer_is_causal():
     model = nnx.jit(small("transformer"))
     tokens = jnp.arange(16)
     logits = model(tokens)
-    for place in (0, 7, 15):
-        changed = model(tokens.at[place].set(31))
-        np.testing.assert_allclose(changed[:place], logits[:place], atol=1e-5)
-        assert not np.allclose(changed[place], logits[place], atol=1e-3)
+    for position in (0, 7, 15):
+        changed = model(tokens.at[position].set(31))
+        np.testing.assert_allclose(changed[:position], logits[:position], atol=1e-5)
+        assert not np.allclose(changed[position], logits[position], atol=1e-3)
 
 
-def test_attention_is_that_of_jax():
+def test_attention_equals_that_of_jax():
     q, k, v = np.random.default_rng(0).normal(size=(3, 2, 7, 5)).astype(np.float32)
-    theirs = jax.jit(partial(jax.nn.dot_product_attention, is_causal=True))
-    expected = theirs(*(x.swapaxes(0, 1) for x in (q, k, v)))
+    reference = jax.jit(partial(jax.nn.dot_product_attention, is_causal=True))
+    expected = reference(*(x.swapaxes(0, 1) for x in (q, k, v)))
     np.testing.assert_allclose(jax.jit(causal_attention)(q, k, v).swapaxes(0, 1), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -211,15 +211,15 @@ def test_tokens_without_weight_do_not_count():
 
 def test_classification_is_cross_entropy():
     logits = jnp.log(jnp.array([0.5, 0.3, 0.2]))
-    told = classification(logits, jnp.array(1))
-    np.testing.assert_allclose(told.loss, -np.log(0.3), rtol=1e-6)
-    assert told.weight == 1
-    assert told.correct == 0
+    score = classification(logits, jnp.array(1))
+    np.testing.assert_allclose(score.loss, -np.log(0.3), rtol=1e-6)
+    assert score.weight == 1
+    assert score.correct == 0
     assert classification(logits, jnp.array(0)).correct == 1
 
 
 @pytest.mark.parametrize(
-    ("name", "description", "options", "told"),
+    ("name", "description", "options", "message"),
     [
         ("vgg", IMAGES, {}, "no model 'vgg'. Expected one of mlp, cnn, resnet, transformer"),
         ("cnn", WORDS, {}, "cnn needs inputs with labels, but the samples of words are text"),
@@ -227,16 +227,16 @@ def test_classification_is_cross_entropy():
         ("transformer", IMAGES, {}, "transformer needs text"),
         ("cnn", Description("tiny", (2, 2, 1), classes=2), {}, "2x2 pixels are too small"),
         ("mlp", IMAGES, {"depth": 3}, "mlp has no option 'depth'. It has hidden, dropout, dtype"),
-        ("mlp", IMAGES, {"dropout": 1.0}, "dropout rate of 1.0"),
-        ("transformer", WORDS, {"width": 30, "heads": 4}, "width of 30 cannot be shared by 4 heads"),
+        ("mlp", IMAGES, {"dropout": 1.0}, "dropout is 1.0"),
+        ("transformer", WORDS, {"width": 30, "heads": 4}, "width of 30 cannot be divided among 4 heads"),
     ],
 )
-def test_what_does_not_fit_is_refused(name, description, options, told):
-    with pytest.raises((ValueError, TypeError), match=told):
+def test_invalid_models_are_rejected(name, description, options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
         make_model(name, description, nnx.Rngs(0), **options)
 
 
-def test_the_transformer_takes_one_sequence_of_its_window():
+def test_transformer_rejects_batches_and_long_sequences():
     model = Transformer(8, 32, width=16, heads=2, depth=1, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"at most 8 tokens, but got shape \(9,\)"):
         model(jnp.zeros(9, jnp.int32))
@@ -245,9 +245,9 @@ def test_the_transformer_takes_one_sequence_of_its_window():
 
 
 @pytest.mark.parametrize(("spec", "name"), [("digits", "cnn"), ("synthetic", "mlp"), ("text", "transformer")])
-def test_models_fit_the_data_that_comes_with_hetjax(spec, name):
+def test_models_fit_the_builtin_datasets(spec, name):
     source = load(spec)
     model = nnx.eval_shape(lambda: make_model(name, source.description, nnx.Rngs(0)))
     graph, params = nnx.split(model, nnx.Param)
-    told = jax.eval_shape(partial(split_scores, graph), params, fetch(source, np.arange(2)))
-    assert told.loss.shape == (2,)
+    score = jax.eval_shape(partial(split_scores, graph), params, fetch(source, np.arange(2)))
+    assert score.loss.shape == (2,)
