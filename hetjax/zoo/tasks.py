@@ -130,7 +130,7 @@ def _check_fits(name: str, shapes: nnx.Module, classes: int | None) -> None:
     if available is not None and params > available:
         many = f", or renumber the labels, which make {classes:,} classes" if classes and classes > 10**6 else ""
         raise ValueError(
-            f"The parameters of the {name} would take {memory.gib(params)}, but this machine has "
+            f"The parameters of the {name} would take {memory.gib(params)}, and this machine has "
             f"{memory.gib(available)} of memory. Use a smaller width{many}."
         )
 

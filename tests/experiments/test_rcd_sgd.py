@@ -1,4 +1,4 @@
-"""The RCD-SGD experiment: its arithmetic by hand, and two lines of it run."""
+"""The RCD-SGD study: its arithmetic by hand, and two rows of its table."""
 
 import json
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 def test_where_a_curve_reaches_the_target():
     curve = Curve([10, 20, 30], [1.0, 2.0, 3.0], [0.5, 0.3, 0.1], [0.0] * 3, [4.0, 8.0, 12.0], 0.0)
-    assert curve.reached(0.2, "step") == pytest.approx(25)  # half way from 0.3 to 0.1
+    assert curve.reached(0.2, "step") == pytest.approx(25)  # halfway from 0.3 to 0.1
     assert curve.reached(0.2, "sent_mb") == pytest.approx(10)
     assert curve.reached(0.6, "seconds") == 1
     assert str(curve.reached(0.05, "step")) == "nan"
@@ -27,20 +27,20 @@ def test_how_often_a_worker_sends():
     assert 900 < drawn < 1100  # two matchings, each in half of the steps
 
 
-def test_two_lines_of_the_table(tmp_path, monkeypatch):
-    chosen = [line for line in rcd_sgd.lines(Args()) if (line.name, line.every) in (("random", 2), ("graph-cut", 2))]
-    monkeypatch.setattr(rcd_sgd, "lines", lambda args: chosen)
+def test_two_rows_of_the_table(tmp_path, monkeypatch):
+    chosen = [row for row in rcd_sgd.setups(Args()) if (row.name, row.every) in (("random", 2), ("graph-cut", 2))]
+    monkeypatch.setattr(rcd_sgd, "setups", lambda args: chosen)
     found = tmp_path / "found.json"
-    rows = rcd_sgd.main(Args(seeds=1, epochs=2, batch_size=256, row_time=0.01, target=2.25, json=found))
+    rows = rcd_sgd.main(Args(speeds="1,0.5", seeds=1, epochs=1, batch_size=256, row_time=0.01, target=2.25, json=found))
     assert [(row["line"], row["every"]) for row in rows] == [("random", 2), ("graph-cut", 2)]
     assert rows[0]["against_random"] == 1
     for row in rows:
-        assert 1 <= row["steps"] <= 12
+        assert 1 <= row["steps"] <= 6
         assert row["link_seconds"] > row["seconds"] > 0
         assert 0 <= row["accuracy"] <= 1
     kept = json.loads(found.read_text())
     assert kept["rows"] == rows
-    assert kept["curves"]["random, F=2"][0]["step"][-1] == 12
+    assert kept["curves"]["random, F=2"][0]["step"][-1] == 6
 
 
 def test_a_missed_target_is_null_in_the_file(tmp_path, monkeypatch):
@@ -51,9 +51,9 @@ def test_a_missed_target_is_null_in_the_file(tmp_path, monkeypatch):
     assert (row["steps"], row["against_random"], row["accuracy"]) == (None, None, 0.4)
 
 
-def test_the_table_holds_everything_that_was_asked_for():
-    named = {(line.name, line.every) for line in rcd_sgd.lines(Args())}
+def test_the_table_has_all_blocks_and_rules():
+    named = {(row.name, row.every) for row in rcd_sgd.setups(Args())}
     kinds = ("random", "class-balanced", "facility-location", "graph-cut")
     assert {(kind, every) for kind in kinds for every in (1, 2)} <= named
     assert {(f"{kinds[2]}, {rule}", 2) for rule in ("min-block", "per-rate", "fill")} <= named
-    assert len(rcd_sgd.lines(Args(quick=True))) == 9
+    assert len(rcd_sgd.setups(Args(quick=True))) == 9
