@@ -109,7 +109,7 @@ def _arrays(batch: Any) -> Tree:
     arrays = [np.asarray(leaf) for leaf in leaves]
     if not arrays or any(array.ndim == 0 for array in arrays):
         raise ValueError(
-            f"A batch is a tree of arrays (nested dicts, tuples) with samples along the first axis; got {_kind(batch)}."
+            f"A batch is a tree of arrays (nested dicts, tuples) whose first axis counts the samples; got {_kind(batch)}."
         )
     sizes = {len(array) for array in arrays}
     if len(sizes) > 1:
