@@ -109,7 +109,8 @@ def _arrays(batch: Any) -> Tree:
     arrays = [np.asarray(leaf) for leaf in leaves]
     if not arrays or any(array.ndim == 0 for array in arrays):
         raise ValueError(
-            f"A batch is a tree of arrays (nested dicts, tuples) whose first axis counts the samples; got {_kind(batch)}."
+            "A batch is a tree of arrays (dicts, tuples, nested) whose first axis counts the samples; got "
+            f"{_kind(batch)}."
         )
     sizes = {len(array) for array in arrays}
     if len(sizes) > 1:
