@@ -36,7 +36,7 @@ from hetjax.data.source_blocks import read_classes, read_features
 from hetjax.sampling.blocks import Blocks, class_balanced_blocks, encode_classes, quotas, random_blocks
 from hetjax.sampling.quality import Quality, quality
 from hetjax.sampling.submodular import OBJECTIVES, RULES, recut, submodular_blocks
-from hetjax.sampling.submodular.cut import assign_owners, class_kernels
+from hetjax.sampling.submodular.greedy import assign_owners, class_kernels
 from hetjax.sampling.submodular.objectives import gaussian_kernel, median_bandwidth, total_value
 
 RATES = {"equal": [1.0, 1.0, 1.0, 1.0], "unequal": [4.0, 2.0, 1.0, 1.0]}

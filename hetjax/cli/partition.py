@@ -17,7 +17,7 @@ from hetjax.report.display import progress_bar
 from hetjax.sampling.blocks import Blocks, class_balanced_blocks, random_blocks, validate_rates
 from hetjax.sampling.quality import quality
 from hetjax.sampling.submodular import OBJECTIVES, RULES, recut, submodular_blocks
-from hetjax.sampling.submodular.cut import resolve_rule
+from hetjax.sampling.submodular.greedy import resolve_rule
 
 MOST_WORKERS = 1024  # each is a row of the table and a color of the figure
 

@@ -55,7 +55,7 @@ class NodeAllocator:
             limits = replace(limits, capacity_W=np.minimum(limits.capacity_W, self.capacity_N))
         return self.controller.plan(batch, limits, epoch).counts_W
 
-    def cut(self, samples: int, batch: int) -> np.ndarray:
+    def unequal_steps(self, samples: int, batch: int) -> np.ndarray:
         """Counts [steps, nodes] that divide `samples` with steps in proportion to speed.
 
         Node j gets D_j samples in proportion to its rate, in steps of about batch / nodes. The steps of slower nodes
@@ -137,7 +137,7 @@ class NodeSampler:
         return step, plan_fn(step.batch, epoch)
 
     def _by_position(self, start: int) -> dict[int, np.ndarray]:
-        counts_TxN = self.allocator.cut(self.size - start, self.batch)
+        counts_TxN = self.allocator.unequal_steps(self.size - start, self.batch)
         starts_T = start + np.cumsum(counts_TxN.sum(axis=1)) - counts_TxN.sum(axis=1)
         return {int(position): counts_N for position, counts_N in zip(starts_T, counts_TxN, strict=True)}
 

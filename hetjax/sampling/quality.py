@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from hetjax.sampling.blocks import Blocks, encode_classes
-from hetjax.sampling.submodular.cut import class_kernels
 from hetjax.sampling.submodular.features import flat_features, moments, principal_components
+from hetjax.sampling.submodular.greedy import class_kernels
 from hetjax.sampling.submodular.objectives import OBJECTIVES, value
 
 _MAX_WIDTH = 1024  # wider features are reduced to this many principal components before their covariance
@@ -126,6 +126,6 @@ def _histogram(owner_D: np.ndarray, codes_D: np.ndarray, workers: int, classes: 
 
 
 def _divided(a: np.ndarray, b: np.ndarray | float) -> np.ndarray:
-    """a / b, NaN where b is zero."""
+    """A / b, NaN where b is zero."""
     b = np.broadcast_to(np.asarray(b, np.float64), np.shape(a))
     return np.divide(a, b, out=np.full(np.shape(a), np.nan), where=b > 0)

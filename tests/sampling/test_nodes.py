@@ -68,8 +68,8 @@ def test_steps_in_proportion_to_speed_by_hand():
     """48 samples at rates 2:1 are 32 and 16, in batches of 4: 8 steps for node 0, every second one with node 1."""
     allocator = NodeAllocator(2, "steps")
     allocator.observe(np.ones(2), np.full(2, 4.0), np.array([1.0, 2.0]))
-    assert allocator.cut(48, 8).tolist() == [[4, 0], [4, 4]] * 4
-    assert allocator.cut(3, 8).tolist() == [[2, 1]]
+    assert allocator.unequal_steps(48, 8).tolist() == [[4, 0], [4, 4]] * 4
+    assert allocator.unequal_steps(3, 8).tolist() == [[2, 1]]
 
 
 def test_all_nodes_take_part_in_every_step_of_blocking_epochs():
@@ -113,7 +113,7 @@ def test_counts_stay_within_capacity():
     allocator = NodeAllocator(2, "steps")
     allocator.observe(np.ones(2), np.full(2, 4.0), np.array([1.0, 2.0]))
     allocator.limit([2, 8], 8)
-    counts_TxN = allocator.cut(48, 8)
+    counts_TxN = allocator.unequal_steps(48, 8)
     assert counts_TxN.sum(axis=0).tolist() == [32, 16]
     assert counts_TxN[:, 0].tolist() == [2] * 16
     with pytest.raises(ValueError, match=r"The nodes can take 28 samples a step in all .* batch_size is 32"):

@@ -13,18 +13,18 @@ from hetjax.sampling.submodular.objectives import gaussian_kernel
 
 def test_distances_by_hand():
     x = np.array([[0.0], [2.0], [0.0], [2.0]])
-    alike = Blocks(np.array([0, 0, 1, 1]), np.zeros(4), [1, 1])
+    same = Blocks(np.array([0, 0, 1, 1]), np.zeros(4), [1, 1])
     apart = Blocks(np.array([0, 1, 0, 1]), np.zeros(4), [1, 1])
-    found = quality(x, {"alike": alike, "apart": apart}, bandwidth=1.0)
-    assert found["alike"].mean_distance_W.tolist() == [0, 0]
-    assert found["alike"].covariance_distance_W.tolist() == [0, 0]
+    found = quality(x, {"same": same, "apart": apart}, bandwidth=1.0)
+    assert found["same"].mean_distance_W.tolist() == [0, 0]
+    assert found["same"].covariance_distance_W.tolist() == [0, 0]
     assert found["apart"].mean_distance_W.tolist() == [1, 1]  # |0 - 1| and |2 - 1|, the spread is 1
     assert found["apart"].within_distance_W.tolist() == [1, 1]
     assert found["apart"].covariance_distance_W.tolist() == [1, 1]  # 0 against 1
     far = float(gaussian_kernel(x, 1.0)[0, 1])
-    assert found["alike"].values["facility-location"].tolist() == [4, 4]
+    assert found["same"].values["facility-location"].tolist() == [4, 4]
     assert found["apart"].values["facility-location"].tolist() == [2 + 2 * far, 2 + 2 * far]
-    assert found["alike"].values["graph-cut"].tolist() == [2 + 2 * far, 2 + 2 * far]
+    assert found["same"].values["graph-cut"].tolist() == [2 + 2 * far, 2 + 2 * far]
     assert found["apart"].values["graph-cut"].tolist() == [4 * far, 4 * far]
 
 

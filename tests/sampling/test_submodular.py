@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hetjax.sampling.blocks import quotas
 from hetjax.sampling.submodular import OBJECTIVES, submodular_blocks
-from hetjax.sampling.submodular.cut import TURNS, fill_blocks, part_quotas, parts_per_worker
+from hetjax.sampling.submodular.greedy import TURNS, fill_blocks, part_quotas, parts_per_worker
 from hetjax.sampling.submodular.objectives import GRID, gaussian_kernel, median_bandwidth, value
 
 

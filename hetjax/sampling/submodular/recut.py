@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from hetjax.sampling.blocks import Blocks, encode_classes, quotas, validate_rates
-from hetjax.sampling.submodular.cut import ProgressFn, assign_owners, class_kernels, resolve_rule
 from hetjax.sampling.submodular.features import flat_features
+from hetjax.sampling.submodular.greedy import ProgressFn, assign_owners, class_kernels, resolve_rule
 from hetjax.sampling.submodular.objectives import total_value
 
 

@@ -140,7 +140,7 @@ def submodular_blocks(
 
     Args:
         features_DxF: Features that similarity is measured on.
-        classes_D: Labels or pseudo-classes; each class is divided by itself.
+        classes_D: Labels or pseudo-classes; each class is divided separately.
         rates_W: Relative speeds of the workers.
         objective: f, "facility-location" or "graph-cut" (see objectives.py).
         rule: Which block chooses next: "min-block" as published, "per-rate", "fill" or "parts" (see RULES), or "auto"
