@@ -135,7 +135,7 @@ OBJECTIVES: dict[str, type[FacilityLocation] | type[GraphCut]] = {
 
 
 def value(objective: str, sim_VxV: np.ndarray, members: np.ndarray) -> float:
-    """F of one block, computed from the definition."""
+    """The value f of one block, computed from the definition."""
     if len(members) == 0:
         return 0.0
     if objective == "facility-location":
@@ -146,5 +146,5 @@ def value(objective: str, sim_VxV: np.ndarray, members: np.ndarray) -> float:
 
 
 def total_value(objective: str, sim_VxV: np.ndarray, owner_V: np.ndarray) -> float:
-    """F summed over the blocks of all owners."""
+    """The value f summed over the blocks of all owners."""
     return sum(value(objective, sim_VxV, np.flatnonzero(owner_V == owner)) for owner in np.unique(owner_V))
