@@ -83,6 +83,7 @@ class NodeAllocator:
         self.rate_N = rate_N if self.rate_N is None else self.rate_N + _EMA_WEIGHT * (rate_N - self.rate_N)
 
     def state_dict(self) -> dict[str, Any]:
+        """The learned rates, as plain JSON values."""
         return {
             "nodes": self.nodes,
             "controller": self.controller.state_dict(),
@@ -118,18 +119,16 @@ class NodeSampler:
         self.blocking = blocking
         self.size, self.batch, self.partition = order.size, order.batch, order.partition
         self._counts_N = np.full(allocator.nodes, order.batch // allocator.nodes)  # of the last planned step
-        self._cut: tuple[int, dict[int, np.ndarray]] = (
-            -1,
-            {},
-        )  # epoch with unequal steps, counts by position
+        # The last epoch with unequal steps, and its counts by position.
+        self._unequal: tuple[int, dict[int, np.ndarray]] = (-1, {})
 
     def next(self, cursor: int, plan_fn: PlanFn) -> tuple[Span, Plan]:
         """Return this node's part of the step at the cursor, and its plan."""
         epoch, start = divmod(cursor, self.size)
         if self.allocator.rule == "steps" and not self.blocking(epoch):
-            if epoch != self._cut[0] or start not in self._cut[1]:
-                self._cut = epoch, self._by_position(start)
-            counts_N = self._cut[1][start]
+            if epoch != self._unequal[0] or start not in self._unequal[1]:
+                self._unequal = epoch, self._by_position(start)
+            counts_N = self._unequal[1][start]
         else:
             counts_N = self.allocator.counts(self.order.step(cursor).batch, epoch, self.quantum)
         self._counts_N = counts_N
@@ -148,8 +147,8 @@ class NodeSampler:
     def ahead(self, cursor: int) -> Span | None:
         """Predict this node's part of a step that is not planned yet, to prefetch it; None if unknown."""
         epoch, start = divmod(cursor, self.size)
-        if epoch == self._cut[0]:
-            known_N = self._cut[1].get(start)
+        if epoch == self._unequal[0]:
+            known_N = self._unequal[1].get(start)
             return None if known_N is None else self._part(epoch, start, known_N)
         whole = self.order.step(cursor)
         if whole.batch != self._counts_N.sum():

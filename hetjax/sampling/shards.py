@@ -146,7 +146,7 @@ class ShardedSampler(ABC):
         shards = self.shards(epoch, unread, plan)
         batches = [shards.batch(i, k) for k in range(shards.steps) for i in range(len(shards.sizes_W))]
         counts_SxW = np.array([shards.counts(k) for k in range(shards.steps)])
-        counts_SxW = counts_SxW[counts_SxW.any(axis=1)]  # with fewer samples than workers some steps are empty
+        counts_SxW = counts_SxW[counts_SxW.any(axis=1)]  # shards of fewer samples than steps may leave a step empty
         self._epoch, self._first, self._read_D = epoch, first, read_D
         self._plan, self._counts_SxW = plan, counts_SxW
         self._arranged = np.concatenate(batches)

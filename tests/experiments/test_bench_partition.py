@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+import bench_partition as bench
 import numpy as np
 import pytest
 from rich.console import Console
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
-
-import bench_partition as bench
 
 X = np.random.default_rng(0).normal(size=(240, 3)).astype(np.float32)
 CLASSES = np.arange(240) % 2
