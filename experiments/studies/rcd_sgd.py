@@ -194,7 +194,7 @@ def sent(sync: Sync, workers: int, steps: int, seed: int) -> float:
     if not isinstance(sync, Decentralized):
         return by_sum * steps
     mixing = sync.mixing(workers)
-    if mixing.everybody:
+    if mixing.uniform:
         return by_sum * len(range(0, steps, sync.mix_every))
     links_R = np.array([len(pairs) / workers for pairs in mixing.rounds])
     return float(sum(links_R[mixing.active(seed, k)].sum() for k in range(0, steps, sync.mix_every)))

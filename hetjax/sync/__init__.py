@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hetjax.sync.allreduce import AllReduce
-from hetjax.sync.base import Rule, Setting, Sync
+from hetjax.sync.base import Sync, SyncContext, UpdateRule
 from hetjax.sync.daso import Daso
 from hetjax.sync.decentralized import Decentralized
 from hetjax.sync.hogbatch import AdaptiveHogbatch, AdaptiveSgd, Asynchronous, Hogbatch
@@ -44,8 +44,8 @@ __all__ = [
     "Daso",
     "Decentralized",
     "Hogbatch",
-    "Rule",
-    "Setting",
+    "UpdateRule",
+    "SyncContext",
     "Sync",
     "current_name",
     "make",

@@ -7,7 +7,7 @@ from typing import Any
 from hetjax.reduce.base import Reduce
 from hetjax.reduce.transports import make_reduce
 from hetjax.reduce.update import State
-from hetjax.sync.base import Setting, Sync
+from hetjax.sync.base import Sync, SyncContext
 from hetjax.sync.replicas import average
 
 
@@ -16,6 +16,6 @@ class AllReduce(Sync):
 
     name = "allreduce"
 
-    def open(self, setting: Setting, state: State) -> tuple[Reduce, Any]:
+    def open(self, setting: SyncContext, state: State) -> tuple[Reduce, Any]:
         core = average(state).core  # of a run that kept several sets until now
         return make_reduce(setting.transport, setting.workers, setting.layout, setting.rule.update(), core)

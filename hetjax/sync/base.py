@@ -33,7 +33,7 @@ Tree = Any
 
 
 @dataclass(frozen=True)
-class Rule:
+class UpdateRule:
     """How summed gradients become new parameters."""
 
     optimizer: optax.GradientTransformation
@@ -49,12 +49,12 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Setting:
+class SyncContext:
     """What a sync has to work with in one run."""
 
     workers: Workers
     layout: Layout
-    rule: Rule
+    rule: UpdateRule
     transport: str  # 'auto', 'psum' or 'hub'
     batch: int
     seed: int = 0
@@ -89,7 +89,7 @@ class Sync:
         """The options to build a training engine with, from those of the user."""
         return options
 
-    def open(self, setting: Setting, state: State) -> tuple[Reduce, Any]:
+    def open(self, setting: SyncContext, state: State) -> tuple[Reduce, Any]:
         """What moves `state` on, and the state on the devices in buffers of its own.
 
         The state is one set of parameters, or what this sync held before.
@@ -104,7 +104,7 @@ class Sync:
         """The cursor after so many further steps, if this sync counts samples instead of steps; else None."""
         return None
 
-    def fit(self, job: Job, state: State) -> tuple[State, History]:
+    def fit(self, job: FitJob, state: State) -> tuple[State, History]:
         """Train: step by step, unless a sync has a way of its own."""
         return job.by_steps(state)
 
@@ -117,7 +117,7 @@ class Sync:
 
 
 @dataclass(frozen=True)
-class Job:
+class FitJob:
     """What there is to do, and what it can be done with.
 
     `end` is the cursor at which training is over. What only some syncs need is made when it is asked for.
@@ -131,7 +131,7 @@ class Job:
     wait_limit: float
     by_steps: Callable[[State], tuple[State, History]]  # train step by step
     open_session: Callable[[State], Session]  # engine, clocks and layout for this source
-    rule: Callable[[State], Rule]
+    rule: Callable[[State], UpdateRule]
     record: Callable[[History], Recorder]  # the bookkeeping of this call
     stopping: Callable[[], bool]
     saving: Callable[[], bool]  # whether a checkpoint was asked for since the last time

@@ -36,7 +36,7 @@ from hetjax.reduce.layout import HOST_SLOTS, Parts, StepReport, StepSums, level_
 from hetjax.reduce.transports import sum_parts
 from hetjax.reduce.update import State, Update
 from hetjax.sampling.order import PlannedStep
-from hetjax.sync.base import Setting, Sync
+from hetjax.sync.base import Sync, SyncContext
 from hetjax.sync.replicas import average, spread
 from hetjax.sync.topology import Mixing, matcha, topology
 
@@ -76,7 +76,7 @@ class Decentralized(Sync):
         weight_RxW, chance_R = gather([made.weight_RxW.tolist(), made.chance_R.tolist()])[0]
         return replace(made, weight_RxW=np.array(weight_RxW).reshape(-1, workers), chance_R=np.array(chance_R))
 
-    def open(self, setting: Setting, state: State) -> tuple[Reduce, Any]:
+    def open(self, setting: SyncContext, state: State) -> tuple[Reduce, Any]:
         kinds = setting.workers.kinds
         if len(kinds) > 1 or setting.transport == "hub":
             raise ValueError(
@@ -102,7 +102,7 @@ class Neighbors:
 
     name = "neighbors"
 
-    def __init__(self, setting: Setting, core: Tree, mixing: Mixing, every: int, faithful: bool):
+    def __init__(self, setting: SyncContext, core: Tree, mixing: Mixing, every: int, faithful: bool):
         self.workers, self.layout, self.seed = setting.workers, setting.layout, setting.seed
         self.mixing, self.every, self.faithful = mixing, every, faithful
         self.finish, self.update = setting.rule.finish(), Update(self._moved, setting.rule.undo)

@@ -19,7 +19,7 @@ from hetjax.reduce.layout import Layout, StepSums
 from hetjax.reduce.update import State
 from hetjax.sampling.order import Sampler, Span
 from hetjax.sync import AllReduce, Decentralized
-from hetjax.sync.base import Rule, Setting
+from hetjax.sync.base import SyncContext, UpdateRule
 from hetjax.sync.topology import complete, matcha, ring
 
 SAMPLES, BATCH, SIZE = 60, 20, 3
@@ -151,8 +151,8 @@ def test_any_engine_and_float32(engine):
 def opened(sync, workers, params, optimizer, state=None, **rule):
     """The reduce of a sync for these parameters, and the layout of their sums."""
     layout = Layout.of(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params), (), ())
-    setting = Setting(
-        Workers.of(jax.devices()[:workers]), layout, Rule(optimizer, None, rule.get("ema_decay")), "auto", 10
+    setting = SyncContext(
+        Workers.of(jax.devices()[:workers]), layout, UpdateRule(optimizer, None, rule.get("ema_decay")), "auto", 10
     )
     ema = None if rule.get("ema_decay") is None else params
     return Holder(sync.open(setting, state or State(params, None, optimizer.init(params), ema))), layout

@@ -21,7 +21,7 @@ from hetjax.reduce.base import Reduce
 from hetjax.reduce.update import State
 from hetjax.sampling.nodes import RULES, BetweenNodes, NodeSampler
 from hetjax.sampling.order import Sampler
-from hetjax.sync.base import Setting, Sync
+from hetjax.sync.base import Sync, SyncContext
 from hetjax.sync.daso.across import AcrossProcesses
 from hetjax.sync.daso.averaging import BLENDS
 from hetjax.sync.daso.exchange import Exchange, NodeMessage, Stacked, from_words
@@ -99,7 +99,7 @@ class Daso(Sync):
 
     # -- the protocol of a sync --
 
-    def open(self, setting: Setting, state: State) -> tuple[Reduce, list[Tree]]:
+    def open(self, setting: SyncContext, state: State) -> tuple[Reduce, list[Tree]]:
         if setting.samples is None or setting.end is None:
             raise ValueError(
                 "DASO's schedule goes by epochs, and this run has none: give Step epoch_size (samples in an epoch) and "
@@ -192,7 +192,7 @@ class Daso(Sync):
 
     # -- setting up --
 
-    def _set_schedule(self, setting: Setting, state: State) -> None:
+    def _set_schedule(self, setting: SyncContext, state: State) -> None:
         """Epochs are counted from the start of training. The schedule goes on if it stands where the state does; what
         was under way between other nodes is in their mean already."""
         assert setting.end is not None
@@ -240,7 +240,7 @@ class Daso(Sync):
             else:
                 reduce.go_on(rows(more["notes"]), [], [], None)
 
-    def _check(self, setting: Setting, places: NodeLayout) -> None:
+    def _check(self, setting: SyncContext, places: NodeLayout) -> None:
         for j, workers in zip(places.mine, places.workers, strict=True):
             if len(workers.kinds) > 1 or setting.transport == "hub":
                 raise ValueError(

@@ -16,7 +16,7 @@ from hetjax.reduce.base import own_slots
 from hetjax.reduce.layout import Layout, StepSums
 from hetjax.reduce.update import State
 from hetjax.sampling.order import Sampler, Span
-from hetjax.sync.base import Rule, Setting
+from hetjax.sync.base import SyncContext, UpdateRule
 from hetjax.sync.daso import Daso
 
 SAMPLES, BATCH = 44, 8  # five steps of eight and one of four
@@ -110,8 +110,8 @@ class Driven:
     def __init__(self, x, optimizer, samples, nodes=4, epochs=100, **options):
         workers = Workers.of(jax.devices()[:nodes])
         self.layout = Layout.of(jax.ShapeDtypeStruct(x.shape, x.dtype), (), ())
-        rule, end = Rule(optimizer, None, None), epochs * samples
-        self.setting = Setting(workers, self.layout, rule, "auto", 4, samples=samples, end=end)
+        rule, end = UpdateRule(optimizer, None, None), epochs * samples
+        self.setting = SyncContext(workers, self.layout, rule, "auto", 4, samples=samples, end=end)
         self.options = {"nodes": nodes, **options}
         self.sync = Daso(**self.options)
         self.samples, self.cursor = samples, 0
