@@ -54,14 +54,14 @@ class ExchangeProgress:
 
     def missing(self, number: int) -> list[int]:
         """The nodes that have not entered this exchange."""
-        client = _client()
-        if client is None:
+        if _client() is None:
             return []
-        return [node for node in range(self.nodes) if self._last(client, node) < number]
+        return [node for node in range(self.nodes) if self.last(node) < number]
 
-    def _last(self, client: Any, node: int) -> int:
+    def last(self, node: int) -> int:
+        """The last exchange that a node has entered, counted from 1; 0 if none."""
         try:
-            return int(client.key_value_try_get(f"{self.folder}/{node}"))
+            return int(_client().key_value_try_get(f"{self.folder}/{node}"))
         except Exception:  # no entry yet; the store's exception for that is private
             return 0
 
@@ -139,7 +139,7 @@ class CrossProcessExchange:
             )
             for kind in KINDS
         }
-        self._progress = ExchangeProgress(next(_sessions), self.nodes)
+        self.progress = ExchangeProgress(next(_sessions), self.nodes)
         self._numbers = itertools.count(1)
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=self._serve, name="hetjax-exchange", daemon=True).start()
@@ -150,7 +150,7 @@ class CrossProcessExchange:
     def start(
         self, kind: str, leaves_n: Sequence[Sequence[Any]], weight_n: Sequence[float], message_nxK: np.ndarray
     ) -> BackgroundExchange:
-        pending = BackgroundExchange(next(self._numbers), self.limit, self._progress)
+        pending = BackgroundExchange(next(self._numbers), self.limit, self.progress)
         self._queue.put((pending, kind, leaves_n[0], weight_n[0], message_nxK[0]))
         return pending
 
@@ -174,7 +174,7 @@ class CrossProcessExchange:
                 pending.set(None, error)
 
     def _run(self, number: int, kind: str, leaves: Leaves, weight: float, message: np.ndarray) -> ExchangeResult:
-        self._progress.announce(number)
+        self.progress.announce(number)
         began = time.perf_counter()
         sent = [self._own(leaf) for leaf in leaves]
         words = self._own(as_words(message)[None])
