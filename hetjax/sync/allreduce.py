@@ -12,8 +12,7 @@ from hetjax.sync.replicas import average
 
 
 class AllReduce(Sync):
-    """The sync `allreduce`: one model, identical on all workers. From a state with several replicas it continues with
-    their mean."""
+    """The sync `allreduce`: one model, identical on all workers; a state with replicas continues from their mean."""
 
     name = "allreduce"
 

@@ -38,7 +38,9 @@ _LARGE = 2**14  # elements: smaller arrays are sent together
 
 
 class Decentralized(Sync):
-    """The sync `decentralized`. With worker i at x_i in step k and the gradient g_i of its mean loss,
+    """The sync `decentralized`.
+
+    With worker i at x_i in step k and the gradient g_i of its mean loss,
 
         y_i = sum_j W_ij x_j  if k % F == 0 else x_i
         x_i <- y_i + update(N b_i / B  g_i(x_i))
@@ -173,7 +175,7 @@ class NeighborReduce:
         return params, jax.tree.map(partial(jnp.where, has_samples), model_state, core[1]), opt_state, ema
 
     def _mixed(self, params: Tree, active_R: jax.Array) -> Tree:
-        """y = W x: one all-reduce if all W_ij = 1/N, otherwise one exchange per round,
+        """Compute y = W x: by one all-reduce if all W_ij = 1/N, otherwise by one exchange per round.
 
         y_i = x_i + sum over rounds r of weight_RxW[r, i] (x_sender(r, i) - x_i)         (see `Mixing`)
         """
@@ -223,8 +225,7 @@ class NeighborReduce:
 
 
 def _bundled(tree: Tree) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Tree]]:
-    """A few flat arrays to send instead of many leaves, and the inverse: large leaves alone, small ones of a dtype
-    concatenated."""
+    """A few flat arrays to send instead of many leaves, and the inverse; small leaves of a dtype are concatenated."""
     leaves, structure = jax.tree.flatten(tree)
     groups: dict[Any, list[int]] = {}
     for index, leaf in enumerate(leaves):

@@ -22,7 +22,7 @@ Tree = Any
 def replica_mean(
     x: jax.Array, total: Callable[[jax.Array], jax.Array], *, count: int = 1, share: Any = None
 ) -> jax.Array:
-    """The mean of one array over replicas, in at least float32:
+    """The mean of one array over replicas, summed in at least float32.
 
         sum_j x_j / count        or        sum_j share_j x_j,   with sum_j share_j = 1
 
@@ -67,8 +67,7 @@ def _stacked(x: Any, workers: Workers) -> jax.Array:
 
 
 def average(state: State, weight_N: np.ndarray | None = None) -> State:
-    """The state with one set of parameters: the mean over replicas of every floating leaf (`replica_mean`), moving
-    average and optimizer moments included.
+    """The state with one set of parameters: the mean over replicas of every floating leaf (`replica_mean`).
 
     Args:
         state: returned unchanged if it has no replicas.

@@ -18,7 +18,7 @@ _SUM_TOLERANCE = 1e-6  # for the sums of rows and columns: a file may hold float
 
 @dataclass(frozen=True)
 class Mixing:
-    """One mixing step with a doubly stochastic W, as rounds of exchange (D-PSGD, Lian et al., arXiv 1705.09056):
+    """One mixing step with a doubly stochastic W, as rounds of exchange (D-PSGD, Lian et al., arXiv 1705.09056).
 
         y_i = sum_j W_ij x_j = x_i + sum over rounds r of weight_RxW[r, i] (x_sender(r, i) - x_i)
 
@@ -300,7 +300,7 @@ def _matchings_of_any(pairs: list[tuple[int, int]], workers: int) -> list[list[t
 
 
 def activation(laplacian_MxWxW: np.ndarray, budget: float) -> np.ndarray:
-    """MATCHA's activation probabilities (arXiv 1905.09435):
+    """MATCHA's activation probabilities (arXiv 1905.09435).
 
         maximize over p in [0, 1]^M with mean(p) = budget:   lambda_2(sum_m p_m L_m)
 

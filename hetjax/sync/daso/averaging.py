@@ -23,11 +23,11 @@ def total(leaves: Leaves) -> Leaves:
 
 
 def mean(leaves: Leaves, weight: jax.Array) -> Leaves:
-    """The weighted mean over nodes (`replica_mean`),
+    """The weighted mean over nodes (`replica_mean`).
 
         sum_j w_j x_j,   w_j = b_j / sum_i b_i
 
-    with b_j the samples of node j in ONE step. A node that takes more steps than others has already moved more often:
+    b_j are the samples of node j in ONE step. A node that takes more steps than others has already moved more often:
     weights by the samples since the last exchange would count that twice.
     """
     share = weight / jax.lax.psum(weight, NODE)
@@ -36,7 +36,7 @@ def mean(leaves: Leaves, weight: jax.Array) -> Leaves:
 
 
 def compressed_mean(leaves: Leaves, weight: jax.Array, base: Leaves, nodes: int) -> Leaves:
-    """The weighted mean of floats, sent as bfloat16 differences to `base`, the last mean, which all nodes have:
+    """The weighted mean of floats, sent as bfloat16 differences to `base`, the last mean, which all nodes have.
 
         base + bf16(sum_j w_j bf16(x_j - base))
 
@@ -103,7 +103,7 @@ TAKE_MEAN = BlendWeights(0.0, 1.0, 0.0)  # continue from the mean: where nodes w
 
 
 def blend_weights(blend: str, staleness: int, nodes: int) -> BlendWeights:
-    """How a mean that was sent `staleness` = S steps ago enters the parameters of one of P nodes:
+    """How a mean that was sent `staleness` = S steps ago enters the parameters of one of P nodes.
 
         paper   x <- (2 S x + P mean) / (2 S + P)      (Coquelin et al., arXiv 2104.05588)
         delta   x <- x + (mean - sent)                 sent: this node's own parameters in that mean

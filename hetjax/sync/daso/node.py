@@ -147,7 +147,7 @@ class Node:
         return jax.tree.map(lambda x: x[None], moved), rest[-4 - len(self.layout.metrics) : -1], tail
 
     def _blend(self, params: Tree, mean: Leaves, sent: Tree, weights: Scalars) -> Tree:
-        """x <- keep x + take mean - back sent (`BlendWeights`)."""
+        """Compute x <- keep x + take mean - back sent (`BlendWeights`)."""
         leaves, tree = jax.tree.flatten(params)
 
         def one(x: jax.Array, m: jax.Array, s: jax.Array) -> jax.Array:

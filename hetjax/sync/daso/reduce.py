@@ -69,8 +69,9 @@ class _PendingAverage:
 
 
 class DasoReduce:
-    """The reduce of DASO. Its core is a list with one core per node of this process; the state of exchanges, the
-    pending one included, stays here.
+    """The reduce of DASO.
+
+    Its core is a list with one core per node of this process. The state of exchanges, with the pending one, stays here.
 
     Args:
         workers: of all nodes of this process.
@@ -293,7 +294,9 @@ class DasoReduce:
     # -- state --
 
     def state(self, core_n: list[Tree], step: int, cursor: int) -> State:
-        """The state with one replica per node. The keys of `State.more` are part of the checkpoint format:
+        """The state with one replica per node.
+
+        The keys of `State.more` are part of the checkpoint format:
 
         notes  the messages that the next exchange will report, as 32-bit words
         mean   the last mean that all nodes have
