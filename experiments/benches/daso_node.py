@@ -12,7 +12,7 @@ from typing import Any
 
 from hetjax.fleet.distributed import initialize, leave
 
-place = initialize(start_limit=120)
+info = initialize(start_limit=120)
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
@@ -99,7 +99,7 @@ def main(spec: dict[str, Any]) -> None:
     with trainer:
         state, _ = trainer.fit(trainer.init(init_mlp(seed)), train, epochs=spec["epochs"], hooks=[keep])
         steps = int(state.step)
-    if place.first:
+    if info.first:
         blocking = lambda e: not isinstance(sync, Daso) or sync.schedule.blocking(e)
         starts = [0.0, *seconds[:-1]]
         epochs = [

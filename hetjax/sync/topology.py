@@ -39,17 +39,6 @@ class Mixing:
             return np.ones(len(self.rounds), bool)
         return np.random.default_rng([seed & 0xFFFFFFFF, step]).random(len(self.rounds)) < self.probability_R
 
-    def matrix(self, active_R: np.ndarray | None = None) -> np.ndarray:
-        """The W that these rounds produce (default: all of them)."""
-        if self.uniform:
-            return np.full((self.workers, self.workers), 1 / self.workers)
-        mixed = np.eye(self.workers)
-        for r, pairs in enumerate(self.rounds):
-            for sender, receiver in pairs if active_R is None or active_R[r] else ():
-                mixed[receiver, sender] += self.weight_RxW[r, receiver]
-                mixed[receiver, receiver] -= self.weight_RxW[r, receiver]
-        return mixed
-
     @classmethod
     def of(cls, matrix: np.ndarray, name: str = "custom") -> Mixing:
         """The rounds of a W that `checked` returned."""

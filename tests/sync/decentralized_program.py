@@ -84,10 +84,10 @@ def main():
     from hetjax.fleet.distributed import initialize, leave
 
     jax.config.update("jax_num_cpu_devices", WORKERS // 2)
-    place = initialize(wait_limit=60, heartbeat_limit=20)
+    info = initialize(wait_limit=60, heartbeat_limit=20)
     with tempfile.TemporaryDirectory() as folder:
         outcomes = results(Path(folder))
-    if place.first:
+    if info.first:
         Path(sys.argv[1]).write_text(json.dumps(outcomes))
     leave(0, together=True)
 

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from holder import Holder
+from mixing_matrix import mixing_matrix
 from problems import RandomPlans, problem
 
 from hetjax import Chunked, NonFiniteError, Trainer
@@ -128,7 +129,7 @@ def test_recursion_with_matcha_and_random_plans(workers):
     state, history, _ = trained(data, sync, workers, steps, RandomPlans(2), seed=seed)
     mixing = matcha(ring(workers), 0.4)
     drawn = [mixing.active(seed, k) for k in range(steps)]
-    matrices = [mixing.matrix(drawn[k]) if k % 2 == 0 else np.eye(workers) for k in range(steps)]
+    matrices = [mixing_matrix(mixing, drawn[k]) if k % 2 == 0 else np.eye(workers) for k in range(steps)]
     assert len({tuple(active) for active in drawn[::2]}) > 2
     expected_WxP = by_hand(data, matrices, history.counts, 0.05, seed=seed)
     np.testing.assert_allclose(np.asarray(state.params["x"]), expected_WxP, rtol=1e-9, atol=1e-9)

@@ -43,7 +43,7 @@ class ExchangeProgress:
     """
 
     def __init__(self, session: int, nodes: int):
-        """session: tells apart the exchanges of several runs in one process."""
+        """session: distinguishes the exchanges of several runs in one process."""
         self.folder, self.nodes = f"hetjax/exchanges/{session}", nodes
 
     def announce(self, number: int) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[3] / "experiments")]
 
-from benches.daso_node import data, init_mlp, loss_fn, place  # noqa: E402, I001  joins the others before JAX starts
+from benches.daso_node import data, init_mlp, loss_fn, info  # noqa: E402, I001  joins the others before JAX starts
 
 import optax  # noqa: E402
 
@@ -33,7 +33,7 @@ def main(spec):
 
     with trainer:
         trainer.fit(trainer.init(init_mlp(0)), train, epochs=1, hooks=[set_schedule])
-    if place.first:
+    if info.first:
         journal = [entry._asdict() for entry in sync.reduce.journal]
         print("result", json.dumps({"journal": journal}), flush=True)
     leave(0, together=True)

@@ -10,7 +10,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "sup
 
 from hetjax.fleet.distributed import initialize, leave  # noqa: E402
 
-place = initialize(start_limit=60, wait_limit=60)
+info = initialize(start_limit=60, wait_limit=60)
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
@@ -70,7 +70,7 @@ def stopped(folder, requested=5):
     """Node 1 requests the end, which comes while an exchange is pending; both save, and resume in a new trainer."""
     trainer, data, state = made(Daso(between="equal", **OPTIONS))
     with trainer:
-        stop = lambda record, state: trainer.stop() if record.step == requested and place.process == 1 else None
+        stop = lambda record, state: trainer.stop() if record.step == requested and info.process == 1 else None
         state, first = trainer.fit(state, data, epochs=EPOCHS, hooks=[stop])
         checkpoint.save(folder / f"saved-{requested}", state, trainer)
     trainer, data, fresh = made(Daso(between="equal", **OPTIONS))
@@ -92,7 +92,7 @@ def rejected(folder):
     last = {device.process_index: device for device in jax.devices()}
     messages = []
     for sync, options in (
-        (Daso(**OPTIONS), {"seed": place.process}),
+        (Daso(**OPTIONS), {"seed": info.process}),
         (Daso(nodes=2), {}),
         (Daso(), {"devices": list(last.values())}),
         (Daso(), {"capacity": 1}),
@@ -106,12 +106,12 @@ def rejected(folder):
 
 def narrow(folder):
     """Node 1 has a capacity of two samples per step; its equal share would be four."""
-    return run(Daso(between="equal", warm_up=0), epochs=1, capacity=[8, 2][place.process])
+    return run(Daso(between="equal", warm_up=0), epochs=1, capacity=[8, 2][info.process])
 
 
 def apart(folder):
     """Ended within an epoch, with 6 and 2 samples per step: the parameters of this node, and the answer."""
-    trainer, data, state = made(Daso(between="equal", warm_up=0), capacity=[8, 2][place.process])
+    trainer, data, state = made(Daso(between="equal", warm_up=0), capacity=[8, 2][info.process])
     with trainer:
         state, _ = trainer.fit(state, data, steps=3)
         own = flat([x.addressable_data(0)[0] for x in jax.tree.leaves(state.params)])
@@ -125,7 +125,7 @@ def altered(folder):
 
         def alter(trainer, record, what=what):
             sync = trainer.sync
-            if place.process == 0 or record.step != 8:
+            if info.process == 0 or record.step != 8:
                 return
             if what == "schedule":
                 sync.schedule.plateau.bad += 1
@@ -160,7 +160,7 @@ def overlapping(folder):
 
 def paced(folder):
     """Node 1 is half as fast: first the same steps with fewer samples, then fewer steps."""
-    speed = [1.0, 0.5][place.process]
+    speed = [1.0, 0.5][info.process]
     sync = Daso(warm_up=1, cool_down=0, between="steps")
     return run(sync, epochs=3, speeds=Simulation(constant([speed] * WORKERS), row_time=0.02))
 
@@ -168,7 +168,7 @@ def paced(folder):
 def inside(folder):
     """Node 0 has workers of speeds 1 and 1/4, node 1 one of 1/4: samples follow speed between nodes and within."""
     sync = Daso(warm_up=0, cool_down=0)
-    speeds = Simulation(constant([1.0, 0.25] if place.process == 0 else [0.25]), row_time=0.02)
+    speeds = Simulation(constant([1.0, 0.25] if info.process == 0 else [0.25]), row_time=0.02)
     return run(sync, epochs=4, controller="balanced", rungs=(1, 2, 4), speeds=speeds)
 
 
@@ -183,7 +183,7 @@ def straggler(folder):
     missing = []
 
     def pause(trainer, record):
-        if record.step == 8 and place.process == 1:
+        if record.step == 8 and info.process == 1:
             progress = trainer.sync.reduce.exchange.progress
             following = progress.last(1) + 1
             wait_until(lambda: progress.last(0) == following)
@@ -196,7 +196,7 @@ def timed_out(folder):
     """Node 1 pauses until node 0 has given up on it. The last job, as it leaves exchanges behind."""
 
     def pause(trainer, record):
-        if record.step == 8 and place.process == 1:
+        if record.step == 8 and info.process == 1:
             wait_until((folder / "timed_out-0.json").exists)
 
     try:
@@ -211,6 +211,6 @@ if __name__ == "__main__":
     quick = whole, stopped, stopped_between, rejected, narrow, apart, altered, poisoned
     for job in (*quick, overlapping, paced, inside, straggler, timed_out):
         result = job(folder)
-        (folder / f"{job.__name__}-{place.process}.json").write_text(json.dumps(result))
-    wait_until((folder / f"timed_out-{1 - place.process}.json").exists)  # leaving first would end the other
+        (folder / f"{job.__name__}-{info.process}.json").write_text(json.dumps(result))
+    wait_until((folder / f"timed_out-{1 - info.process}.json").exists)  # leaving first would end the other
     leave(0, together=False)

@@ -194,10 +194,10 @@ def test_a_run_resumed_after_any_step_is_the_same_run(blend):
     with trainer(loss_fn, [6, 2], [1, 1], optax.adam(0.05), **options) as made:
         fresh = made.init(params)
         whole, history = made.fit(fresh, data, epochs=epochs)
-        for asked in (1, 5, 14, 29) if blend == "delta" else (1, 14):  # the first in the warm-up
+        for stop_after in (1, 5, 14, 29) if blend == "delta" else (1, 14):  # the first in the warm-up
             made.sync = Daso(nodes=[1, 1], **options)
-            ask = lambda record, state, asked=asked: made.stop() if record.step == asked + 1 else None
-            half, first = made.fit(fresh, data, epochs=epochs, hooks=[ask])
+            stop = lambda record, state, last=stop_after: made.stop() if record.step == last + 1 else None
+            half, first = made.fit(fresh, data, epochs=epochs, hooks=[stop])
             saved, half = json.loads(json.dumps(made.state_dict(half))), jax.tree.map(np.array, half)
             pending.append("sent" in half.more)
             made.sync = Daso(nodes=[1, 1], **options)
