@@ -152,7 +152,7 @@ class NeighborReduce:
             (params, layout.unpack(parts), weight.astype(layout.dtype), total, tail[0] / total),
             total,
             level_of_all(tail, count),
-            tell=self._bad_of_all,
+            share=self._bad_of_all,
         )
         return jax.tree.map(lambda x: x[None], moved), with_bad_update(tail, count, bad_W)
 
