@@ -52,9 +52,9 @@ __all__ = [
     "Daso",
     "Decentralized",
     "Hogbatch",
-    "UpdateRule",
-    "SyncContext",
     "Sync",
+    "SyncContext",
+    "UpdateRule",
     "current_name",
     "make",
 ]
