@@ -1,25 +1,24 @@
-"""DASO beside all-reduce on nodes behind slow links: time per epoch, time to a target loss, accuracy.
+"""DASO against all-reduce on nodes behind slow links: time per epoch, time to a target loss, accuracy.
 
     python experiments/bench_daso.py [--json FILE] [--links 25,100,400,1000] [--nodes 2] [--seeds 3] [--quick]
 
-Every node is a process on a core of its own, in a network namespace of its own, with the bandwidth between them limited
-by `tc ... tbf` (root); where that is not allowed, exchanges are held back as if over such a link, and the link's name
-says so. The model has 1,068,810 parameters. Methods:
+Every node is a process on its own core, in its own network namespace, with the bandwidth between nodes limited by
+`tc ... tbf` (needs root). Without root the link is simulated by delaying exchanges, and its name says so. The model has
+1,068,810 parameters. Methods:
 
     allreduce        gradients summed over all nodes in every step
     daso             the defaults; daso-paper: with the paper's blend
-    local-sgd        as many exchanges as daso, as large, but all nodes wait for each of them
-    ...-unequal      the last node has half a core: samples in proportion to what nodes can do;
+    local-sgd        the same number and size of exchanges as daso, but nodes block on each of them
+    ...-unequal      the last node has half a core: samples in proportion to speed;
                      daso-unequal-steps: steps in proportion; daso-unequal-equal: neither
 
-epoch_s           median seconds of an epoch; of daso and local-sgd those of the cycling phase
+epoch_s           median seconds per epoch; for daso and local-sgd of the cycling phase
 run_s             the whole run, warm-up and cool-down included
 time_to_target_s  training time until the test loss after an epoch is at or below --target
 accuracy          on test data, at the end
-exchanges, bytes  of one node in the whole run; bytes as sent over a ring, so that local-sgd can be checked to send as
-                  much as daso
+exchanges, bytes  of one node in the whole run; bytes as sent over a ring, to check that local-sgd sends as much as daso
 
-All are means over seeds. The test data are looked at after the run, so that this takes none of the time.
+All are means over seeds. Evaluation takes place after the run and is not part of its time.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ from hetjax.launch.quotas import CpuQuota, QuotasRefused, remove_stale
 
 NODE = Path(__file__).with_name("benches") / "daso_node.py"
 FASHION = Path("/usr/share/datasets/fashion-mnist")
-SLOW = 0.5  # cores of the last node, where nodes are unequal
-WORTH = 0.1  # of an epoch's time: less is no advantage
+SLOW = 0.5  # cores of the last node, if nodes are unequal
+WORTH = 0.1  # share of an epoch's time to be saved: less is no advantage
 _MBIT = re.compile(r"([\d.e+]+) Mbit/s( \(simulated\))?")
 
 METHODS: dict[str, tuple[str, dict[str, Any], bool]] = {  # sync, its options, unequal nodes
@@ -70,67 +69,83 @@ METHODS: dict[str, tuple[str, dict[str, Any], bool]] = {  # sync, its options, u
 
 @dataclass(frozen=True)
 class Options:
+    """The command line."""
+
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
-    """write the results there; results of other links and methods that are in it already stay"""
+    """write results to this file; results of other links and methods in it are kept"""
     links: str = "25,100,400,1000"
-    """Mbit/s, with commas between; 0 for no limit"""
+    """bandwidths in Mbit/s, comma-separated; 0: unlimited"""
     methods: str = "allreduce,daso,local-sgd,daso-paper,daso-unequal,allreduce-unequal"
-    """of those above, with commas between, or all"""
+    """methods of the list above, comma-separated, or all"""
     nodes: int = 2
-    """processes, 2 to 4"""
+    """number of processes, 2 to 4"""
     seeds: int = 3
-    """runs of each"""
+    """runs per method"""
     epochs: int = 8
     samples: int = 12_288
     batch: int = 1024
     rate: float = 1e-3
-    """of Adam"""
+    """learning rate of Adam"""
     target: float = 0.55
-    """test loss"""
+    """test loss for time_to_target_s"""
     limit: float = 900.0
-    """most seconds for one run"""
+    """time limit of one run in seconds"""
     quick: bool = False
-    """one link, one seed, few steps: does it run?"""
+    """one link, one seed, few steps: a check that it runs"""
 
 
-class Places:
-    """Where nodes run: in namespaces behind links, or side by side with links simulated."""
+class Cluster:
+    """Where nodes run: behind real links, or side by side with a simulated link (links=None)."""
 
     def __init__(self, nodes: int, links: Links | None):
         self.nodes, self.links = nodes, links
         self.coordinator = f"127.0.0.1:{free_port('127.0.0.1')}" if links is None else f"{links.address(0)}:29500"
 
-    def inside(self, node: int) -> list[str]:
-        return [] if self.links is None else self.links.inside(node)
+    def command_prefix(self, node: int) -> list[str]:
+        """Arguments to put before a command to run it on this node."""
+        return [] if self.links is None else self.links.command_prefix(node)
 
     def limit(self, mbit: float) -> float | None:
-        """Set the bandwidth; bits a second that are left to simulate."""
+        """Set the bandwidth; returns the bits per second that the nodes have to simulate, None for none."""
         if self.links is None:
             return mbit * 1e6 if mbit else None
         self.links.limit(mbit or None)
         return None
 
-    def name(self, mbit: float) -> str:
-        said = f"{mbit:g} Mbit/s" if mbit else "no limit"
-        return said if self.links is not None or not mbit else f"{said} (simulated)"
+    def link_name(self, mbit: float) -> str:
+        """The name of a link in the results."""
+        name = f"{mbit:g} Mbit/s" if mbit else "no limit"
+        return name if self.links is not None or not mbit else f"{name} (simulated)"
 
 
 @contextmanager
-def places(nodes: int, console: Console) -> Iterator[Places]:
+def open_cluster(nodes: int, console: Console) -> Iterator[Cluster]:
+    """A cluster behind real links if possible, otherwise with simulated ones."""
     with ExitStack() as stack:
         try:
             links = stack.enter_context(Links(nodes))
         except LinksRefused as refused:
             console.print(f"Links are simulated: {refused}", highlight=False)
             links = None
-        yield Places(nodes, links)
+        yield Cluster(nodes, links)
 
 
-def run_once(orders: dict[str, Any], where: Places, unequal: bool, limit: float) -> dict[str, Any]:
-    """Start all nodes, wait, and read what node 0 says. No process is left, whatever happens."""
+def run_once(spec: dict[str, Any], cluster: Cluster, unequal: bool, limit: float) -> dict[str, Any]:
+    """Run all nodes to the end and return the result of node 0. No process is left, whatever happens.
+
+    Args:
+        spec: the JSON argument of the node program.
+        cluster: where to run.
+        unequal: give the last node half a core.
+        limit: seconds for the run.
+
+    Raises:
+        RuntimeError: If a node fails or exceeds the limit; with its last output.
+        QuotasRefused: If `unequal` and CPU quotas are not available.
+    """
     cores = sorted(os.sched_getaffinity(0))
     with ExitStack() as stack:
-        groups = ["-"] * where.nodes
+        groups = ["-"] * cluster.nodes
         if unequal:
             remove_stale()
             quota = stack.enter_context(CpuQuota("slow"))
@@ -138,12 +153,12 @@ def run_once(orders: dict[str, Any], where: Places, unequal: bool, limit: float)
             groups[-1] = str(quota.path / "cgroup.procs")
         processes = []
         for j, group in enumerate(groups):
-            becomes = [sys.executable, "-I", "-S", child.__file__, str(os.getpid()), group, str(cores[j % len(cores)])]
-            who = {environment.COORDINATOR: where.coordinator, environment.PROCESSES: str(where.nodes)}
+            launcher = [sys.executable, "-I", "-S", child.__file__, str(os.getpid()), group, str(cores[j % len(cores)])]
+            fleet = {environment.COORDINATOR: cluster.coordinator, environment.PROCESSES: str(cluster.nodes)}
             devices = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}  # one computes, one carries the exchanges
             process = subprocess.Popen(
-                [*becomes, *where.inside(j), sys.executable, str(NODE), json.dumps(orders)],
-                env={**os.environ, **who, environment.PROCESS: str(j), **devices},
+                [*launcher, *cluster.command_prefix(j), sys.executable, str(NODE), json.dumps(spec)],
+                env={**os.environ, **fleet, environment.PROCESS: str(j), **devices},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -154,11 +169,11 @@ def run_once(orders: dict[str, Any], where: Places, unequal: bool, limit: float)
 
 
 def _result(processes: list[subprocess.Popen[str]], limit: float) -> dict[str, Any]:
-    """What node 0 prints at the end; the words of whoever fails."""
-    heard: list[list[str]] = [[] for _ in processes]
+    """Wait for all nodes; the result that node 0 prints."""
+    output: list[list[str]] = [[] for _ in processes]
     readers = [
         threading.Thread(target=lambda p=p, lines=lines: lines.extend(p.stdout), daemon=True)
-        for p, lines in zip(processes, heard, strict=True)
+        for p, lines in zip(processes, output, strict=True)
     ]
     for reader in readers:
         reader.start()
@@ -174,11 +189,11 @@ def _result(processes: list[subprocess.Popen[str]], limit: float) -> dict[str, A
         code = processes[j].poll()
         _end(processes[j])
         readers[j].join(5)
-        why = f"had not ended after {limit:.0f} s" if code is None else f"ended with code {code}"
-        raise RuntimeError(f"Node {j} {why}. Its last words:\n{''.join(heard[j][-15:])}")
+        cause = f"did not end within {limit:.0f} s" if code is None else f"ended with code {code}"
+        raise RuntimeError(f"Node {j} {cause}. Its last output:\n{''.join(output[j][-15:])}")
     for reader in readers:
         reader.join(5)
-    return json.loads(next(line for line in heard[0] if line.startswith("result ")).removeprefix("result "))
+    return json.loads(next(line for line in output[0] if line.startswith("result ")).removeprefix("result "))
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -186,20 +201,20 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-def measured(result: dict[str, Any], target: float) -> dict[str, Any]:
-    """The figures of one run."""
+def figures(result: dict[str, Any], target: float) -> dict[str, Any]:
+    """The figures of one run, as described above."""
     epochs = result["epochs"]
     cycling = [epoch for epoch in epochs if not epoch["blocking"]] or epochs
     reached = [epoch["until"] for epoch in epochs if epoch["loss"] <= target]
-    later = [entry for entry in result["journal"] if entry["received"] > entry["sent"]]
+    stale = [record for record in result["journal"] if record["received"] > record["sent"]]
     return {
         "epoch_s": float(np.median([epoch["seconds"] for epoch in cycling])),
         "run_s": epochs[-1]["until"],
         "time_to_target_s": reached[0] if reached else None,
         "accuracy": epochs[-1]["accuracy"],
         "loss": epochs[-1]["loss"],
-        "exchange_s": float(np.median([entry["seconds"] for entry in later])) if later else None,
-        "waited_s": float(np.median([entry["waited"] for entry in later])) if later else None,
+        "exchange_s": float(np.median([record["seconds"] for record in stale])) if stale else None,
+        "waited_s": float(np.median([record["waited"] for record in stale])) if stale else None,
         "exchanges": float(result["exchanges"]),
         "bytes": float(result["bytes"]),
         "curve": [[round(epoch[name], 4) for name in ("until", "loss", "accuracy")] for epoch in epochs],
@@ -207,108 +222,111 @@ def measured(result: dict[str, Any], target: float) -> dict[str, Any]:
 
 
 def over_seeds(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Means; None where a run did not get there."""
+    """Means over runs; time_to_target_s is None if a run did not reach the target."""
     names = [name for name in runs[0] if all(isinstance(run[name], float) for run in runs)]
-    told: dict[str, Any] = {name: round(float(np.mean([run[name] for run in runs])), 4) for name in names}
+    means: dict[str, Any] = {name: round(float(np.mean([run[name] for run in runs])), 4) for name in names}
     times = [run["time_to_target_s"] for run in runs]
-    told["time_to_target_s"] = None if None in times else round(float(np.mean(times)), 4)
-    return told | {"seeds": len(runs), "runs": runs}
+    means["time_to_target_s"] = None if None in times else round(float(np.mean(times)), 4)
+    return means | {"seeds": len(runs), "runs": runs}
 
 
 def show(results: dict[str, Any], console: Console) -> None:
-    """The figures, in at most 80 columns; a dash for what was not measured."""
+    """Print a table per link, at most 80 columns wide; a dash for what was not measured."""
     number = lambda value, digits=2: "-" if value is None else f"{value:.{digits}f}"
     for link, methods in results.items():
         table = Table(
-            title=f"{link}: seconds, MB sent; less: than all-reduce on these nodes",
+            title=f"{link}: seconds, MB sent; less: time saved against all-reduce",
             box=box.SIMPLE_HEAD,
             padding=(0, 1, 0, 0),
             pad_edge=False,
         )
         for column in ("method", "epoch", "less", "run", "target", "acc.", "exch.", "wait", "MB"):
             table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
-        for method, told in methods.items():
-            beside = methods.get("allreduce-unequal" if "unequal" in method else "allreduce")
-            less = "-" if beside is None else f"{100 * _less(told, beside):.0f}%"
+        for method, means in methods.items():
+            baseline = methods.get("allreduce-unequal" if "unequal" in method else "allreduce")
+            less = "-" if baseline is None else f"{100 * _saved(means, baseline):.0f}%"
             run, target, exchange, waited = (
-                number(told.get(name)) for name in ("run_s", "time_to_target_s", "exchange_s", "waited_s")
+                number(means.get(name)) for name in ("run_s", "time_to_target_s", "exchange_s", "waited_s")
             )
-            accuracy, size = number(told["accuracy"], 4), "-" if "bytes" not in told else number(told["bytes"] / 1e6, 0)
-            table.add_row(method, number(told["epoch_s"]), less, run, target, accuracy, exchange, waited, size)
+            accuracy = number(means["accuracy"], 4)
+            size = "-" if "bytes" not in means else number(means["bytes"] / 1e6, 0)
+            table.add_row(method, number(means["epoch_s"]), less, run, target, accuracy, exchange, waited, size)
         console.print(table)
 
 
-def _less(told: dict[str, Any], beside: dict[str, Any]) -> float:
-    return 1 - told["epoch_s"] / beside["epoch_s"]
+def _saved(means: dict[str, Any], baseline: dict[str, Any]) -> float:
+    """The share of the baseline's epoch time that a method saves."""
+    return 1 - means["epoch_s"] / baseline["epoch_s"]
 
 
-def where_it_ends(results: dict[str, Any]) -> list[str]:
-    """At which bandwidth daso no longer makes epochs 10% shorter than all-reduce: a sentence for real links and one for
-    simulated ones, where there are several."""
-    said = []
+def break_even(results: dict[str, Any]) -> list[str]:
+    """The bandwidth up to which epochs of daso are 10% shorter than those of all-reduce: a sentence for real links and
+    one for simulated ones, if several of the kind were measured."""
+    sentences = []
     for kind in ("", " (simulated)"):
-        less = {}
+        saved = {}
         for link, methods in results.items():
             found = _MBIT.fullmatch(link)
             if found is not None and (found[2] or "") == kind and {"allreduce", "daso"} <= set(methods):
-                less[float(found[1])] = _less(methods["daso"], methods["allreduce"])
-        if len(less) > 1:
-            said.append(_end_of(less, kind))
-    return said
+                saved[float(found[1])] = _saved(methods["daso"], methods["allreduce"])
+        if len(saved) > 1:
+            sentences.append(_break_even_sentence(saved, kind))
+    return sentences
 
 
-def _end_of(less: dict[float, float], kind: str) -> str:
-    """less: by Mbit/s, the share of an epoch's time that is saved."""
-    links = sorted(less)
-    tell = lambda mbit: f"{mbit:g} Mbit/s{kind} ({100 * less[mbit]:.0f}% less)"
-    worth = [mbit for mbit in links if less[mbit] >= WORTH]
+def _break_even_sentence(saved: dict[float, float], kind: str) -> str:
+    """saved: the share of an epoch's time that daso saves, by Mbit/s."""
+    links = sorted(saved)
+    describe = lambda mbit: f"{mbit:g} Mbit/s{kind} ({100 * saved[mbit]:.0f}% less)"
+    worth = [mbit for mbit in links if saved[mbit] >= WORTH]
     if not worth:
-        return f"No link was slow enough for daso to make epochs 10% shorter: {tell(links[0])}."
+        return f"No link was slow enough for daso to make epochs 10% shorter: {describe(links[0])}."
     if worth[-1] == links[-1]:
-        return f"Epochs of daso are at least 10% shorter than those of all-reduce up to {tell(links[-1])}."
+        return f"Epochs of daso are at least 10% shorter than those of all-reduce up to {describe(links[-1])}."
     last, beyond = worth[-1], links[links.index(worth[-1]) + 1]
-    part = (less[last] - WORTH) / (less[last] - less[beyond])
+    part = (saved[last] - WORTH) / (saved[last] - saved[beyond])
     return (
         "The advantage of daso over all-reduce, epochs at least 10% shorter, ends at about "
-        f"{float(f'{last * (beyond / last) ** part:.2g}'):g} Mbit/s, between {tell(last)} and {tell(beyond)}."
+        f"{float(f'{last * (beyond / last) ** part:.2g}'):g} Mbit/s, between {describe(last)} and {describe(beyond)}."
     )
 
 
-def main(asked: Options) -> int:
+def main(args: Options) -> int:
+    """Run all methods on all links; the exit code."""
     console = Console()
-    if asked.quick:
+    if args.quick:
         small = {"links": "100", "seeds": 1, "epochs": 3, "samples": 1024, "batch": 256}
-        asked = replace(asked, **small)
+        args = replace(args, **small)
     dataset = f"idx:{FASHION}" if FASHION.is_dir() else "synthetic"
-    names = list(METHODS) if asked.methods == "all" else asked.methods.split(",")
+    names = list(METHODS) if args.methods == "all" else args.methods.split(",")
     unknown = [name for name in names if name not in METHODS]
-    if unknown or not 2 <= asked.nodes <= 4:
-        console.print(f"error: Methods are {', '.join(METHODS)}; nodes 2 to 4. Got {unknown or asked.nodes}.")
+    if unknown or not 2 <= args.nodes <= 4:
+        console.print(f"error: Methods are {', '.join(METHODS)}; nodes 2 to 4. Got {unknown or args.nodes}.")
         return 2
-    results = json.loads(asked.json.read_text()) if asked.json is not None and asked.json.exists() else {}
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything is taken away then, too
-    with places(asked.nodes, console) as where:
-        for mbit in (float(part) for part in asked.links.split(",")):
-            link = where.limit(mbit)
-            told = results.setdefault(where.name(mbit), {})
+    results = json.loads(args.json.read_text()) if args.json is not None and args.json.exists() else {}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that links and quotas are removed
+    with open_cluster(args.nodes, console) as cluster:
+        for mbit in (float(part) for part in args.links.split(",")):
+            link, link_name = cluster.limit(mbit), cluster.link_name(mbit)
+            methods = results.setdefault(link_name, {})
             for name in names:
                 sync, options, unequal = METHODS[name]
-                orders = {"sync": sync, "options": options, "link": link, "dataset": dataset, "tested": 10_000}
-                orders |= {field: getattr(asked, field) for field in ("epochs", "samples", "batch", "rate")}
+                spec = {"sync": sync, "options": options, "link": link, "dataset": dataset, "tested": 10_000}
+                spec |= {field: getattr(args, field) for field in ("epochs", "samples", "batch", "rate")}
                 try:
                     runs = [
-                        measured(run_once(orders | {"seed": seed}, where, unequal, asked.limit), asked.target)
-                        for seed in range(asked.seeds)
+                        figures(run_once(spec | {"seed": seed}, cluster, unequal, args.limit), args.target)
+                        for seed in range(args.seeds)
                     ]
                 except QuotasRefused as refused:
-                    console.print(f"{name} is left out: {refused}", highlight=False)
+                    console.print(f"{name} is skipped: {refused}", highlight=False)
                     continue
-                told[name] = over_seeds(runs)
-                console.print(f"{where.name(mbit)}, {name}: {told[name]['epoch_s']:.2f} s an epoch", highlight=False)
-                if asked.json is not None:
-                    asked.json.write_text(json.dumps(results, indent=1))
+                methods[name] = over_seeds(runs)
+                console.print(f"{link_name}, {name}: {methods[name]['epoch_s']:.2f} s per epoch", highlight=False)
+                if args.json is not None:
+                    args.json.write_text(json.dumps(results, indent=1))
     show(results, console)
-    for sentence in where_it_ends(results):
+    for sentence in break_even(results):
         console.print(sentence, highlight=False)
     return 0
 

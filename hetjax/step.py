@@ -37,7 +37,7 @@ from hetjax.sampling.order import PlannedStep, Span
 from hetjax.simulation.calibration import calibrate
 from hetjax.simulation.speeds import Simulation, constant, of_survivors
 from hetjax.sync import Sync
-from hetjax.sync.base import Rule, Setting
+from hetjax.sync.base import SyncContext, UpdateRule
 
 log = logging.getLogger("hetjax")
 Tree = Any
@@ -270,7 +270,7 @@ class Step:
         if end is None and epoch_size is not None and self.epochs is not None:
             end = epoch_size * self.epochs
         capacity = int(session.engine.limits().capacity_W.sum())
-        setting = Setting(
+        setting = SyncContext(
             self.workers, session.layout, self.rule(state), self.transport, self.batch_size, self.seed, capacity,
             epoch_size, end,
         )  # fmt: skip
@@ -319,10 +319,10 @@ class Step:
         """The engine that trains; None before the first step."""
         return self._sessions[True].engine if True in self._sessions else None
 
-    def rule(self, state: State) -> Rule:
+    def rule(self, state: State) -> UpdateRule:
         """How summed gradients become new parameters."""
         advance = self.advance if state.model_state is not None else None
-        return Rule(self.optimizer, advance, self.ema_decay, undo=self.nonfinite.policy == "skip")
+        return UpdateRule(self.optimizer, advance, self.ema_decay, undo=self.nonfinite.policy == "skip")
 
     def local_phases(self, state: AnyState, batch: Any, counts_W: Sequence[int]) -> Callable[[], np.ndarray]:
         """For measurements: the local phases alone, with no sum after them and nothing learned.

@@ -33,7 +33,7 @@ from hetjax.sampling.shards import BlockSampler, ProportionalSampler
 from hetjax.simulation.calibration import calibrate
 from hetjax.step import Step
 from hetjax.sync import Sync
-from hetjax.sync.base import Job
+from hetjax.sync.base import FitJob
 
 __all__ = ["Hook", "Trainer"]
 
@@ -187,7 +187,7 @@ class Trainer:
         until = end if steps is None else order.end_of(state.cursor, steps)
         probed = state.model_state is not None
         sample = fetch(source, probe_indices(len(source), self.step.quantum) if probed else np.zeros(1, np.int64))
-        job = Job(
+        job = FitJob(
             self.workers,
             sampler,
             source,

@@ -1,6 +1,6 @@
-"""One node of bench_daso.py: daso_node.py ORDERS. Trains as told in the JSON text ORDERS; process 0 prints the result.
+"""One node of bench_daso.py: daso_node.py SPEC trains one run as specified in JSON; process 0 prints its result.
 
-The parameters of every epoch's end are kept and tested afterwards, so that testing takes none of the time measured.
+The parameters at the end of every epoch are kept and tested after the run, so that testing is not part of its time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from hetjax.fleet.distributed import initialize, leave
 
-place = initialize(start_limit=120)
+info = initialize(start_limit=120)
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
@@ -33,12 +33,14 @@ LAYERS = (784, 1024, 256, 10)  # 1,068,810 parameters
 
 
 def init_mlp(seed: int) -> list[dict[str, np.ndarray]]:
+    """Initial parameters (He normal)."""
     rng = np.random.default_rng(seed)
     layer = lambda a, b: {"w": rng.normal(0, (2 / a) ** 0.5, (a, b)).astype(np.float32), "b": np.zeros(b, np.float32)}
     return [layer(*sizes) for sizes in pairwise(LAYERS)]
 
 
 def loss_fn(params: list[dict[str, jax.Array]], batch: dict[str, jax.Array], keys: jax.Array) -> Example:
+    """Cross-entropy and accuracy of the MLP."""
     x = batch["image"].reshape(len(batch["image"]), -1)
     for layer in params[:-1]:
         x = jax.nn.relu(x @ layer["w"] + layer["b"])
@@ -47,6 +49,7 @@ def loss_fn(params: list[dict[str, jax.Array]], batch: dict[str, jax.Array], key
 
 
 def data(dataset: str, samples: int, tested: int) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The first samples of the training and the test data, in memory."""
     if dataset == "synthetic":
         sizes = {"train": samples, "test": tested}
         sources = [synthetic_source(split, samples=size, noise=1.5) for split, size in sizes.items()]
@@ -56,57 +59,59 @@ def data(dataset: str, samples: int, tested: int) -> tuple[dict[str, np.ndarray]
     return first(sources[0], samples), first(sources[1], tested)
 
 
-def sync_of(orders: dict[str, Any]) -> Any:
-    """The all-reduce of the trainer itself, or over a simulated link that of DASO's blocking phase."""
-    if orders["sync"] == "allreduce" and orders["link"] is None:
+def make_sync(spec: dict[str, Any]) -> Any:
+    """DASO, or all-reduce: on a simulated link as DASO's blocking phase, which knows of the link."""
+    if spec["sync"] == "allreduce" and spec["link"] is None:
         return AllReduce()
-    if orders["sync"] == "allreduce":
-        return Daso(warm_up=orders["epochs"], link=orders["link"])
-    return Daso(link=orders["link"], **orders["options"])
+    if spec["sync"] == "allreduce":
+        return Daso(warm_up=spec["epochs"], link=spec["link"])
+    return Daso(link=spec["link"], **spec["options"])
 
 
-def test_of(params: Any, test: dict[str, np.ndarray]) -> dict[str, float]:
-    told = jax.jit(loss_fn)(params, test, None)
-    return {"loss": float(told.loss_b.mean()), "accuracy": float(told.metrics["accuracy"].mean())}
+def evaluate(params: Any, test: dict[str, np.ndarray]) -> dict[str, float]:
+    """Test loss and accuracy."""
+    example = jax.jit(loss_fn)(params, test, None)
+    return {"loss": float(example.loss_b.mean()), "accuracy": float(example.metrics["accuracy"].mean())}
 
 
-def main(orders: dict[str, Any]) -> None:
-    train, test = data(orders["dataset"], orders["samples"], orders["tested"])
-    samples, seed, sync = len(train["label"]), orders["seed"], sync_of(orders)
+def main(spec: dict[str, Any]) -> None:
+    """Train and print `result` with a JSON object: epochs, journal, exchanges, bytes."""
+    train, test = data(spec["dataset"], spec["samples"], spec["tested"])
+    samples, seed, sync = len(train["label"]), spec["seed"], make_sync(spec)
     trainer = Trainer(
         loss_fn,
-        optax.adam(orders["rate"]),
-        batch_size=orders["batch"],
+        optax.adam(spec["rate"]),
+        batch_size=spec["batch"],
         controller="balanced",
         sync=sync,
-        devices=devices_of_all(1),  # the other one carries the exchanges
+        devices=devices_of_all(1),  # the other CPU device carries the exchanges
         seed=seed,
         engine=Chunked(rungs=[8, 32, 128, 256]),
     )
-    seconds, held = [], []
+    seconds, snapshots = [], []
 
     def keep(record: Any, state: Any) -> None:
         if state.cursor % samples == 0:
             seconds.append(record.seconds)
             one = lambda x: np.array(x.addressable_data(0))[0 if state.replicas else ...]
-            held.append(jax.tree.map(one, state.params))
+            snapshots.append(jax.tree.map(one, state.params))
 
     with trainer:
-        state, _ = trainer.fit(trainer.init(init_mlp(seed)), train, epochs=orders["epochs"], hooks=[keep])
+        state, _ = trainer.fit(trainer.init(init_mlp(seed)), train, epochs=spec["epochs"], hooks=[keep])
         steps = int(state.step)
-    if place.first:
+    if info.first:
         blocking = lambda e: not isinstance(sync, Daso) or sync.schedule.blocking(e)
         starts = [0.0, *seconds[:-1]]
         epochs = [
-            {"seconds": end - start, "until": end, "blocking": blocking(e), **test_of(params, test)}
-            for e, (start, end, params) in enumerate(zip(starts, seconds, held, strict=True))
+            {"seconds": end - start, "until": end, "blocking": blocking(e), **evaluate(params, test)}
+            for e, (start, end, params) in enumerate(zip(starts, seconds, snapshots, strict=True))
         ]
-        journal = [entry._asdict() for entry in sync.reduce.journal] if isinstance(sync, Daso) else []
-        exchanges, size = len(journal), sum(entry["bytes"] for entry in journal)
-        if not isinstance(sync, Daso):  # gradients, in every step
-            exchanges, size = steps, steps * bytes_sent("total", jax.tree.leaves(held[0]), jax.process_count())
-        told = {"epochs": epochs, "journal": journal, "exchanges": exchanges, "bytes": size}
-        print("result", json.dumps(told), flush=True)
+        journal = [record._asdict() for record in sync.reduce.journal] if isinstance(sync, Daso) else []
+        exchanges, size = len(journal), sum(record["bytes"] for record in journal)
+        if not isinstance(sync, Daso):  # one all-reduce of gradients per step
+            exchanges, size = steps, steps * bytes_sent("total", jax.tree.leaves(snapshots[0]), jax.process_count())
+        result = {"epochs": epochs, "journal": journal, "exchanges": exchanges, "bytes": size}
+        print("result", json.dumps(result), flush=True)
     leave(0, together=True)
 
 

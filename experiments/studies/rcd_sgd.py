@@ -188,7 +188,7 @@ def sent(sync: Sync, workers: int, steps: int, seed: int) -> float:
     if not isinstance(sync, Decentralized):
         return per_all_reduce * steps
     mixing = sync.mixing(workers)
-    if mixing.everybody:
+    if mixing.uniform:
         return per_all_reduce * len(range(0, steps, sync.mix_every))
     links_R = np.array([len(pairs) / workers for pairs in mixing.rounds])
     return float(sum(links_R[mixing.active(seed, k)].sum() for k in range(0, steps, sync.mix_every)))

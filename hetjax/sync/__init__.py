@@ -1,11 +1,11 @@
-"""When and how the workers agree. The trainer asks a `Sync` (see protocol.py) for what moves its state on."""
+"""Synchronization methods: when and how the workers' models agree (`Sync`, in base.py), and a registry by name."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from hetjax.sync.allreduce import AllReduce
-from hetjax.sync.base import Rule, Setting, Sync
+from hetjax.sync.base import Sync, SyncContext, UpdateRule
 from hetjax.sync.daso import Daso
 from hetjax.sync.decentralized import Decentralized
 from hetjax.sync.hogbatch import AdaptiveHogbatch, AdaptiveSgd, Asynchronous, Hogbatch
@@ -23,12 +23,20 @@ _FORMER_NAMES = {"decentralised": "decentralized"}
 
 
 def current_name(name: str) -> str:
-    """The name of a sync today: earlier versions spelled some of them otherwise, in flags and in checkpoints."""
+    """The current name of a sync, given any name that earlier versions used in flags and checkpoints."""
     return _FORMER_NAMES.get(name, name)
 
 
 def make(name: str, **options: Any) -> Sync:
-    """The sync of this name, with its own options."""
+    """Make the sync of this name.
+
+    Args:
+        name: a key of `REGISTRY`, or one of its former spellings.
+        **options: arguments of the sync's constructor.
+
+    Raises:
+        ValueError: If there is no sync of this name.
+    """
     name = current_name(name) if isinstance(name, str) else name
     if not isinstance(name, str) or name not in REGISTRY:
         raise ValueError(f"There is no sync {name!r}: use one of {', '.join(REGISTRY)}.")
@@ -44,9 +52,9 @@ __all__ = [
     "Daso",
     "Decentralized",
     "Hogbatch",
-    "Rule",
-    "Setting",
     "Sync",
+    "SyncContext",
+    "UpdateRule",
     "current_name",
     "make",
 ]

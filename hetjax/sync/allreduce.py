@@ -1,4 +1,4 @@
-"""Agree in every step: gradients are summed over all workers and all apply the same update."""
+"""Synchronous data parallelism: gradients are summed over all workers in every step, and all apply the same update."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 from hetjax.reduce.base import Reduce
 from hetjax.reduce.transports import make_reduce
 from hetjax.reduce.update import State
-from hetjax.sync.base import Setting, Sync
+from hetjax.sync.base import Sync, SyncContext
 from hetjax.sync.replicas import average
 
 
 class AllReduce(Sync):
-    """The sync `allreduce`."""
+    """The sync `allreduce`: one model, identical on all workers; a state with replicas continues from their mean."""
 
     name = "allreduce"
 
-    def open(self, setting: Setting, state: State) -> tuple[Reduce, Any]:
-        core = average(state).core  # of a run that kept several sets until now
-        return make_reduce(setting.transport, setting.workers, setting.layout, setting.rule.update(), core)
+    def open(self, context: SyncContext, state: State) -> tuple[Reduce, Any]:
+        core = average(state).core
+        return make_reduce(context.transport, context.workers, context.layout, context.rule.update(), core)

@@ -1,16 +1,14 @@
-"""What a sync is: it says what the devices hold between steps, and how the sums of a step move that on.
+"""The interface of a sync: what the devices hold between steps, and how the sums of a step update it.
 
-`allreduce` holds one set of parameters, the same on all workers. Other syncs hold several at once, stacked along a
-leading axis (`State.replicas` says how many); their answer is one set again.
-
-One call of `Trainer.fit`, as a sync gets it.
+`allreduce` holds one set of parameters, identical on all workers. Other syncs hold several replicas, stacked along a
+leading axis of length `State.replicas`; `Sync.answer` reduces them to one set.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax
 import optax
@@ -25,91 +23,98 @@ from hetjax.reduce.update import Finish, State, Update, optimizer_step
 from hetjax.sampling.order import Sampler
 from hetjax.simulation.speeds import Simulation
 
-if TYPE_CHECKING:
-    from hetjax.history import History
-
-
 Tree = Any
 
 
 @dataclass(frozen=True)
-class Rule:
+class UpdateRule:
     """How summed gradients become new parameters."""
 
     optimizer: optax.GradientTransformation
-    advance: Callable[[Tree, Tree], Tree] | None  # for the model state, where there is one
+    advance: Callable[[Tree, Tree], Tree] | None  # (model_state, state_sums) -> model_state; None: no model state
     ema_decay: float | None
-    undo: bool = False  # an update that is not finite
+    undo: bool = False  # discard an update that is not finite
 
     def finish(self) -> Finish:
+        """The function (core, sums) -> core."""
         return optimizer_step(self.optimizer, self.advance, self.ema_decay)
 
     def update(self) -> Update:
+        """The same with the check for finite values."""
         return Update(self.finish(), self.undo)
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What a sync has to work with in one run."""
+class SyncContext:
+    """What a sync works with in one run."""
 
     workers: Workers
     layout: Layout
-    rule: Rule
+    rule: UpdateRule
     transport: str  # 'auto', 'psum' or 'hub'
     batch: int
     seed: int = 0
-    capacity: int = 0  # most samples that these workers can take in one step
-    samples: int | None = None  # in an epoch, where that is known
-    end: int | None = None  # the cursor where this training will end, where that is known
+    capacity: int = 0  # the most samples that these workers can take in one step
+    samples: int | None = None  # per epoch; None: unknown
+    end: int | None = None  # the cursor at which training ends; None: unknown
 
 
 class Sync:
-    """When and how the workers agree. Subclasses fill in `open`, and override what differs from one set for all."""
+    """When and how the workers' models agree.
+
+    Subclasses implement `open` and override what differs from the default: one set of parameters for all workers, and
+    steps that all workers take together.
+    """
 
     name: ClassVar[str]
-    own_parameters: ClassVar[bool] = False  # of every worker, along a leading axis of workers; else one set for all
-    stepped: ClassVar[bool] = True  # whether there are steps of all workers together
+    own_parameters: ClassVar[bool] = False  # each worker has its own parameters, along a leading axis of workers
+    stepped: ClassVar[bool] = True  # there are global steps; False for asynchronous methods
 
     @property
     def by_node(self) -> bool:
-        """Whether this process plans for its own workers only, as one node of several."""
+        """Whether this process plans only for its own workers, as one node of several."""
         return False
 
     def workers(self, devices: Sequence[jax.Device] | None) -> Workers:
-        """Those of these devices (None: all) that this process plans for."""
+        """The workers that this process plans for, out of these devices (default: all)."""
         return Workers.of(devices)
 
     def sampler(self, order: Any, quantum: int) -> Any:
-        """The sampler of this process's part of every step, out of that of all; parts are multiples of the quantum."""
+        """The sampler of this process's part of every step, in multiples of `quantum`, given the global sampler."""
         return order
 
     def engine_options(
         self, workers: Workers, quantum: int, simulation: Any, options: dict[str, Any]
     ) -> dict[str, Any]:
-        """The options to build a training engine with, from those of the user."""
+        """The options of the training engine, derived from the user's."""
         return options
 
-    def open(self, setting: Setting, state: State) -> tuple[Reduce, Any]:
-        """What moves `state` on, and the state on the devices in buffers of its own.
+    def open(self, context: SyncContext, state: State) -> tuple[Reduce, Any]:
+        """Start a run.
 
-        The state is one set of parameters, or what this sync held before.
+        Args:
+            context: workers, layout and update rule of the run.
+            state: one set of parameters, or the replicas that this sync held before.
+
+        Returns:
+            The reduce, and the core that it updates, in buffers of its own.
         """
         raise NotImplementedError
 
     def answer(self, state: State) -> State:
-        """One set of parameters out of what this sync holds: what is evaluated and used."""
+        """The state with one set of parameters: the one to evaluate and to use."""
         return state
 
     def end_of(self, sampler: Any, cursor: int, steps: int) -> int | None:
-        """The cursor after so many further steps, if this sync counts samples instead of steps; else None."""
+        """The cursor after this number of further steps, if this sync counts samples instead of steps; else None."""
         return None
 
-    def fit(self, job: Job, state: State) -> tuple[State, History]:
-        """Train: step by step, unless a sync has a way of its own."""
+    def fit(self, job: FitJob, state: State) -> tuple[State, History]:
+        """Train to the end of the job; by default step by step."""
         return job.by_steps(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the host has to remember, as plain JSON values; it is saved with the controller's."""
+        """The state on the host as JSON values, saved beside the controller's."""
         return {}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -117,33 +122,31 @@ class Sync:
 
 
 @dataclass(frozen=True)
-class Job:
-    """What there is to do, and what it can be done with.
-
-    `end` is the cursor at which training is over. What only some syncs need is made when it is asked for.
-    """
+class FitJob:
+    """One call of `Trainer.fit`, as a sync sees it. What only some syncs need is a callable, made on demand."""
 
     workers: Workers
     sampler: Any
     source: Source
-    end: int
+    end: int  # the cursor at which training ends
     simulation: Simulation | None
     wait_limit: float
-    by_steps: Callable[[State], tuple[State, History]]  # train step by step
+    by_steps: Callable[[State], tuple[State, History]]  # trains step by step
     open_session: Callable[[State], Session]  # engine, clocks and layout for this source
-    rule: Callable[[State], Rule]
-    record: Callable[[History], Recorder]  # the bookkeeping of this call
+    rule: Callable[[State], UpdateRule]
+    record: Callable[[History], Recorder]  # writes the history of this call
     stopping: Callable[[], bool]
-    saving: Callable[[], bool]  # whether a checkpoint was asked for since the last time
+    saving: Callable[[], bool]  # whether a checkpoint was requested since the last call
     check: Callable[[Record], None]  # raises for a loss or gradient that is not finite
     calibrate: Callable[[Session, Replicas], None]  # fixes the simulated row time
 
     @property
     def order(self) -> Sampler:
-        """The global order of samples, where there are no shards."""
+        """The global order of samples; only without shards."""
         assert isinstance(self.sampler, Sampler)
         return self.sampler
 
     @property
     def batch(self) -> int:
+        """The global batch."""
         return self.sampler.batch

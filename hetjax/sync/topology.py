@@ -1,21 +1,4 @@
-"""Who mixes with whom in decentralized SGD: topologies, doubly stochastic weights, and MATCHA.
-
-Who mixes with whom in decentralized SGD: doubly stochastic W, and the rounds of exchange that it takes.
-
-    y_i = sum_j W_ij x_j = x_i + sum over rounds r of weight_RxW[r, i] (x_sender(r, i) - x_i)
-
-In a round every worker sends to at most one other and receives from at most one: that is one `ppermute`.
-
-MATCHA (Wang et al., arXiv 1905.09435): mix over a few links at a time, the important ones more often.
-
-The graph is cut into matchings, in which every worker has one partner at most. In a mixing step matching m is used with
-probability p_m, independently: W = I - alpha sum_m B_m L_m, with L_m its Laplacian and B_m its draw. The budget is the
-share of the matchings used on average; within it,
-
-    p      maximizes the second smallest eigenvalue of sum_m p_m L_m, how well connected the mean graph is
-    alpha  minimizes |E[W^T W] - 1/N|, the factor by which the distance to the mean shrinks in a mixing step:
-           E[W^T W] = I - 2 alpha Lp + alpha^2 (Lp^2 + 2 Lv), Lp = sum_m p_m L_m, Lv = sum_m p_m (1 - p_m) L_m
-"""
+"""Mixing matrices of decentralized SGD: topologies, their cut into rounds of exchange, and MATCHA's random links."""
 
 from __future__ import annotations
 
@@ -30,43 +13,38 @@ import numpy as np
 
 Pairs = tuple[tuple[int, int], ...]  # (sender, receiver)
 KeptEntries = Callable[[int, int], list[int]]  # see hetjax.fleet.membership.kept_entries
-_SUM_TOLERANCE = 1e-6  # of rows and columns: a file may hold float32
+_SUM_TOLERANCE = 1e-6  # for the sums of rows and columns: a file may hold float32
 
 
 @dataclass(frozen=True)
 class Mixing:
-    """What one mixing step does. Without `chance_R` all rounds always happen; with it each one by its own chance."""
+    """One mixing step with a doubly stochastic W, as rounds of exchange (D-PSGD, Lian et al., arXiv 1705.09056).
+
+        y_i = sum_j W_ij x_j = x_i + sum over rounds r of weight_RxW[r, i] (x_sender(r, i) - x_i)
+
+    In a round every worker sends to at most one other and receives from at most one, which is one `ppermute`. With
+    `probability_R` each round is drawn independently (MATCHA); otherwise all rounds take place.
+    """
 
     workers: int
     rounds: tuple[Pairs, ...]
-    weight_RxW: np.ndarray  # float64, of what a worker receives; 0 where it receives nothing
-    chance_R: np.ndarray | None = None
-    everybody: bool = False  # W = 1/N throughout: a sum over all workers instead of rounds
+    weight_RxW: np.ndarray  # float64, weight of what a worker receives; 0 where it receives nothing
+    probability_R: np.ndarray | None = None
+    uniform: bool = False  # all W_ij = 1/N: one all-reduce instead of rounds
     name: str = "custom"
 
     def active(self, seed: int, step: int) -> np.ndarray:
-        """Which rounds happen in a step: the same draw in every process, from (seed, step) alone."""
-        if self.chance_R is None:
+        """Which rounds take place in a step: drawn from (seed, step) alone, so identical in every process."""
+        if self.probability_R is None:
             return np.ones(len(self.rounds), bool)
-        return np.random.default_rng([seed & 0xFFFFFFFF, step]).random(len(self.rounds)) < self.chance_R
-
-    def matrix(self, active_R: np.ndarray | None = None) -> np.ndarray:
-        """W as these rounds make it."""
-        if self.everybody:
-            return np.full((self.workers, self.workers), 1 / self.workers)
-        mixed = np.eye(self.workers)
-        for r, pairs in enumerate(self.rounds):
-            for sender, receiver in pairs if active_R is None or active_R[r] else ():
-                mixed[receiver, sender] += self.weight_RxW[r, receiver]
-                mixed[receiver, receiver] -= self.weight_RxW[r, receiver]
-        return mixed
+        return np.random.default_rng([seed & 0xFFFFFFFF, step]).random(len(self.rounds)) < self.probability_R
 
     @classmethod
     def of(cls, matrix: np.ndarray, name: str = "custom") -> Mixing:
-        """The rounds of a checked W."""
+        """The rounds of a W that `checked` returned."""
         workers = len(matrix)
         if np.array_equal(matrix, np.full_like(matrix, matrix[0, 0])):
-            return cls(workers, (), np.zeros((0, workers)), everybody=True, name=name)
+            return cls(workers, (), np.zeros((0, workers)), uniform=True, name=name)
         rounds = exchange_rounds(neighbors(matrix), workers)
         weight_RxW = np.zeros((len(rounds), workers))
         for weight_W, pairs in zip(weight_RxW, rounds, strict=True):
@@ -76,7 +54,7 @@ class Mixing:
 
 
 def ring(workers: int) -> np.ndarray:
-    """Each worker and its two neighbors a third each (D-PSGD, arXiv 1705.09056); two workers a half each."""
+    """W of a ring: 1/3 for each worker and its two neighbors, 1/2 with two workers (D-PSGD, arXiv 1705.09056)."""
     matrix = np.eye(workers)
     for shift in {1 % workers, -1 % workers} - {0}:
         matrix += np.roll(np.eye(workers), shift, axis=1)
@@ -84,16 +62,22 @@ def ring(workers: int) -> np.ndarray:
 
 
 def complete(workers: int) -> np.ndarray:
-    """Everybody the mean of all."""
+    """W_ij = 1/N: every worker takes the mean of all."""
     return np.full((workers, workers), 1 / workers)
 
 
 def topology(
     given: str | Path | np.ndarray, workers: int, kept_entries: KeptEntries | None = None
 ) -> tuple[np.ndarray, str]:
-    """W for so many workers, checked, and its name: 'ring', 'complete', a .json or .npy file, or W itself.
+    """The mixing matrix of a topology, validated, and its name.
 
-    `kept_entries` says which workers of a given W are left where some were lost.
+    Args:
+        given: 'ring', 'complete', a .json or .npy file with W, or W itself.
+        workers: number of workers.
+        kept_entries: which rows of a given W are left after workers were lost.
+
+    Raises:
+        ValueError: If W is not doubly stochastic, does not mix all workers, or has the wrong shape.
     """
     made = {"ring": ring, "complete": complete}
     if isinstance(given, str) and given in made:
@@ -104,7 +88,7 @@ def topology(
 
 
 def _without(matrix: np.ndarray, kept: list[int]) -> np.ndarray:
-    """W of the workers that are left: each keeps for itself the weight of those that it heard from before."""
+    """W of the remaining workers: the weight of lost neighbors moves to the diagonal."""
     left = matrix[np.ix_(kept, kept)]
     return left + np.diag(1 - left.sum(axis=1))
 
@@ -126,11 +110,11 @@ def _read(path: Path) -> Any:
 
 
 def checked(given: Any, workers: int, what: str, kept_entries: KeptEntries | None = None) -> np.ndarray:
-    """W as float64, or a sentence that says what is wrong with it."""
+    """W as float64; raises a ValueError that says what is wrong with it."""
     try:
         matrix = np.asarray(given, np.float64)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{what} is no matrix of numbers ({error}): give one row of numbers per worker.") from error
+        raise ValueError(f"{what} is not a matrix of numbers ({error}): give one row of numbers per worker.") from error
     if kept_entries is not None and matrix.ndim == 2:
         kept = kept_entries(len(matrix), workers)
         if len(kept) < len(matrix):
@@ -141,39 +125,39 @@ def checked(given: Any, workers: int, what: str, kept_entries: KeptEntries | Non
             f"{what} has shape {matrix.shape}, but there are {workers} workers: expected ({workers}, {workers})."
         )
     if not (np.isfinite(matrix).all() and (matrix >= 0).all()):
-        raise ValueError(f"{what} has entries that are negative or no numbers: all have to be 0 or more.")
+        raise ValueError(f"{what} has entries that are negative or not finite: all must be 0 or more.")
     for which, sums_W in (("row", matrix.sum(axis=1)), ("column", matrix.sum(axis=0))):
         if (wrong_W := np.abs(sums_W - 1) > _SUM_TOLERANCE).any():
             at = int(np.flatnonzero(wrong_W)[0])
             raise ValueError(
                 f"{what} is not doubly stochastic: {which} {at} sums to {sums_W[at]:.6g}. All rows and all columns "
-                "have to sum to 1, or the mean of the parameters would drift."
+                "must sum to 1, otherwise the mean of the parameters drifts."
             )
     if workers > 1 and contraction(matrix) > 1 - 1e-9:
         raise ValueError(
-            f"{what} never brings all workers together: they fall into groups that do not hear of each other, or only "
-            "swap. Connect them, and let each keep a share of its own parameters."
+            f"{what} never brings all workers together: its graph is disconnected, or workers only swap their "
+            "parameters. Connect the graph, and give every worker a positive weight for its own parameters."
         )
     return matrix
 
 
 def contraction(matrix: np.ndarray) -> float:
-    """By how much a mixing step shrinks the distance to the mean in the long run: the largest |eigenvalue| below 1."""
+    """The asymptotic factor by which mixing shrinks the distance to the mean: max |eigenvalue of W - 1/N|."""
     return float(np.max(np.abs(np.linalg.eigvals(matrix - 1 / len(matrix)))))
 
 
 def neighbors(matrix: np.ndarray) -> list[tuple[int, int]]:
-    """(sender, receiver) for all weights off the diagonal, nearest on the circle first."""
+    """(sender, receiver) of all nonzero weights off the diagonal, nearest on the ring first."""
     pairs = [(int(sender), int(receiver)) for receiver, sender in np.argwhere(matrix > 0) if sender != receiver]
     return sorted(pairs, key=lambda pair: ((pair[1] - pair[0]) % len(matrix), pair[0]))
 
 
 def exchange_rounds(pairs: Iterable[tuple[int, int]], workers: int) -> tuple[Pairs, ...]:
-    """As few rounds as there can be: the most that a worker sends or receives.
+    """The fewest rounds that hold all pairs: the maximum number of messages that a worker sends or receives.
 
-    Senders and receivers are the two sides of a graph whose edges are to be colored. A new edge takes a color that
-    its sender has free; if the receiver has it in use, that color and one free there change places along the path
-    that begins at the receiver, which cannot lead to the sender (König 1916).
+    An edge coloring of the bipartite graph of senders and receivers (König 1916). A new edge takes a color that is free
+    at its sender. If the receiver uses it, that color and one that is free there are swapped along the alternating path
+    that starts at the receiver, which cannot reach the sender.
     """
     sends: list[dict[int, int]] = [{} for _ in range(workers)]  # of each sender: round -> receiver
     receives: list[dict[int, int]] = [{} for _ in range(workers)]
@@ -195,29 +179,47 @@ def exchange_rounds(pairs: Iterable[tuple[int, int]], workers: int) -> tuple[Pai
     return tuple(tuple((a, mine[r]) for a, mine in enumerate(sends) if r in mine) for r in used)
 
 
-_STEPS = 400  # of the search for p; it is within 1% of the best found by a fine grid
+_STEPS = 400  # of the search for p: within 1% of the best value on a fine grid
 
 
 def matcha(matrix: np.ndarray, budget: float, name: str = "custom") -> Mixing:
-    """Mixing over the links of a checked W (its weights do not count), within a budget above 0 and at most 1."""
+    """MATCHA (Wang et al., arXiv 1905.09435): mix over a random part of the links, important links more often.
+
+    The graph is decomposed into matchings, in which every worker has at most one partner. A mixing step uses matching m
+    with probability p_m, independently, B_m being the draw and L_m the Laplacian of the matching:
+
+        W = I - alpha sum_m B_m L_m
+
+    p (`activation`) maximizes the connectivity of the expected graph within the budget, alpha (`mixing_weight`)
+    minimizes the expected distance to the mean.
+
+    Args:
+        matrix: a W that `checked` returned; only which weights are positive matters.
+        budget: average share of the matchings used, above 0 and at most 1.
+        name: of the topology.
+
+    Raises:
+        ValueError: If the budget is out of range or the graph is not symmetric.
+    """
     if not 0 < budget <= 1:
         raise ValueError(
-            f"The communication budget of MATCHA is {budget}: expected a share of the links above 0, at most 1."
+            f"The communication budget of MATCHA is {budget}: expected a share of the links above 0 and at most 1."
         )
     if not np.array_equal(matrix > 0, matrix.T > 0):
-        raise ValueError("MATCHA exchanges in pairs, so its graph has to be symmetric; this mixing matrix is not.")
+        raise ValueError("MATCHA exchanges in pairs, so its graph must be symmetric; this mixing matrix is not.")
     workers = len(matrix)
     pairs = [(int(a), int(b)) for a, b in np.argwhere(np.triu(matrix, 1) > 0)]
     found = matchings(pairs, workers)
     laplacian_MxWxW = np.array([laplacian(matching, workers) for matching in found]).reshape(-1, workers, workers)
-    chance_M = activation(laplacian_MxWxW, budget)
-    alpha = mixing_weight(laplacian_MxWxW, chance_M)
+    probability_M = activation(laplacian_MxWxW, budget)
+    alpha = mixing_weight(laplacian_MxWxW, probability_M)
     rounds = tuple(tuple(sorted([*matching, *((b, a) for a, b in matching)])) for matching in found)
     weight_MxW = np.array([[alpha if any(w in pair for pair in m) else 0.0 for w in range(workers)] for m in found])
-    return Mixing(workers, rounds, weight_MxW.reshape(-1, workers), chance_M, name=f"MATCHA on {name}")
+    return Mixing(workers, rounds, weight_MxW.reshape(-1, workers), probability_M, name=f"MATCHA on {name}")
 
 
 def laplacian(pairs: Iterable[tuple[int, int]], workers: int) -> np.ndarray:
+    """The graph Laplacian: degrees on the diagonal, -1 for every link."""
     found = np.zeros((workers, workers))
     for a, b in pairs:
         found[[a, b], [a, b]] += 1
@@ -226,7 +228,7 @@ def laplacian(pairs: Iterable[tuple[int, int]], workers: int) -> np.ndarray:
 
 
 def matchings(pairs: Iterable[tuple[int, int]], workers: int) -> list[list[tuple[int, int]]]:
-    """The links of a graph as matchings: as many as the most links of a worker, or one more if it has odd circles."""
+    """Decompose a graph into matchings: as many as its maximum degree, or at most one more if it has odd cycles."""
     pairs = list(pairs)
     side_W = _sides(pairs, workers)
     if side_W is None:
@@ -236,7 +238,7 @@ def matchings(pairs: Iterable[tuple[int, int]], workers: int) -> list[list[tuple
 
 
 def _sides(pairs: list[tuple[int, int]], workers: int) -> dict[int, int] | None:
-    """0 or 1 for every worker such that links only lead across; None where a circle of odd length forbids it."""
+    """A 2-coloring of the graph; None if a cycle of odd length rules it out."""
     side: dict[int, int] = {}
     for start in range(workers):
         side.setdefault(start, 0)
@@ -246,8 +248,8 @@ def _sides(pairs: list[tuple[int, int]], workers: int) -> dict[int, int] | None:
 
 
 def _matchings_of_any(pairs: list[tuple[int, int]], workers: int) -> list[list[tuple[int, int]]]:
-    """Misra & Gries 1992."""
-    partner: list[dict[int, int]] = [{} for _ in range(workers)]  # of each worker: color -> who is at the other end
+    """Edge coloring of any graph with at most one color more than its maximum degree (Misra & Gries 1992)."""
+    partner: list[dict[int, int]] = [{} for _ in range(workers)]  # of each worker: color -> the worker at the other end
     color: dict[frozenset[int], int] = {}
 
     def free(worker: int) -> int:
@@ -261,11 +263,11 @@ def _matchings_of_any(pairs: list[tuple[int, int]], workers: int) -> list[list[t
             color[frozenset((a, b))], partner[a][new], partner[b][new] = new, b, a
 
     for hub, first in pairs:
-        fan = [first]  # the link to each next one has a color that is free at the one before
+        fan = [first]  # the color of each link is free at the previous worker of the fan
         while follow := [w for c, w in partner[hub].items() if c not in partner[fan[-1]] and w not in fan]:
             fan.append(follow[0])
         mine, theirs = free(hub), free(fan[-1])
-        path, along = [hub], theirs  # links of the two colors in turn: they change places, and `theirs` is free at hub
+        path, along = [hub], theirs  # links in alternating colors: swapping them makes `theirs` free at the hub
         while along in partner[path[-1]]:
             path.append(partner[path[-1]][along])
             along = mine if along == theirs else theirs
@@ -274,7 +276,7 @@ def _matchings_of_any(pairs: list[tuple[int, int]], workers: int) -> list[list[t
             paint(a, b, None)
         for a, b, old in links:
             paint(a, b, mine if old == theirs else theirs)
-        end = 0  # the first of the fan, still one up to there, at which `theirs` is free
+        end = 0  # the first worker of the fan at which `theirs` is free
         while theirs in partner[fan[end]]:
             end += 1
         turned = [color[frozenset((hub, w))] for w in fan[1 : end + 1]] + [theirs]
@@ -287,30 +289,33 @@ def _matchings_of_any(pairs: list[tuple[int, int]], workers: int) -> list[list[t
 
 
 def activation(laplacian_MxWxW: np.ndarray, budget: float) -> np.ndarray:
-    """p in [0, 1] with mean `budget` that maximizes the second smallest eigenvalue of sum_m p_m L_m.
+    """MATCHA's activation probabilities (arXiv 1905.09435).
 
-    A concave function: projected ascent along v^T L_m v, averaged over the eigenvectors v near the second smallest
-    eigenvalue, of which symmetric graphs have several.
+        maximize over p in [0, 1]^M with mean(p) = budget:   lambda_2(sum_m p_m L_m)
+
+    lambda_2, the second smallest eigenvalue, is concave in p: projected ascent along its gradient v^T L_m v, averaged
+    over the eigenvectors v with eigenvalues near lambda_2, since symmetric graphs have several.
     """
     number = len(laplacian_MxWxW)
-    best_M = chance_M = np.full(number, float(budget))
+    best_M = probability_M = np.full(number, float(budget))
     if budget == 1 or number < 2:
         return best_M
     best = -np.inf
     for k in range(_STEPS):
-        value_W, vector_WxV = np.linalg.eigh(np.tensordot(chance_M, laplacian_MxWxW, 1))
+        value_W, vector_WxV = np.linalg.eigh(np.tensordot(probability_M, laplacian_MxWxW, 1))
         if value_W[1] > best + 1e-12:
-            best, best_M = float(value_W[1]), chance_M
+            best, best_M = float(value_W[1]), probability_M
         width = max(value_W[1], 1e-3) / np.sqrt(k + 1)
         near_V = np.where(np.arange(len(value_W)) > 0, np.exp(-(value_W - value_W[1]) / width), 0.0)
         rise_M = np.einsum("wv,mwx,xv,v->m", vector_WxV, laplacian_MxWxW, vector_WxV, near_V / near_V.sum())
         rise_M = rise_M - rise_M.mean()
-        chance_M = _onto_budget(chance_M + 0.5 / np.sqrt(k + 1) * rise_M / max(np.abs(rise_M).max(), 1e-12), budget)
+        step_M = 0.5 / np.sqrt(k + 1) * rise_M / max(np.abs(rise_M).max(), 1e-12)
+        probability_M = _onto_budget(probability_M + step_M, budget)
     return best_M
 
 
 def _onto_budget(point_M: np.ndarray, budget: float) -> np.ndarray:
-    """The nearest point in [0, 1]^M with mean `budget`: clip(point - shift), its shift found by bisection."""
+    """Project onto [0, 1]^M with mean `budget`: clip(point - shift, 0, 1), with the shift found by bisection."""
     low, high = point_M.min() - 1, point_M.max()
     for _ in range(60):
         shift = (low + high) / 2
@@ -318,22 +323,26 @@ def _onto_budget(point_M: np.ndarray, budget: float) -> np.ndarray:
     return np.clip(point_M - high, 0, 1)
 
 
-def mixing_weight(laplacian_MxWxW: np.ndarray, chance_M: np.ndarray) -> float:
-    """alpha: the minimum of a convex function, found by cutting thirds."""
+def mixing_weight(laplacian_MxWxW: np.ndarray, probability_M: np.ndarray) -> float:
+    """MATCHA's alpha, which minimizes `expected_contraction`: a convex function, so ternary search."""
     if len(laplacian_MxWxW) == 0:
         return 0.0
-    low, high = 0.0, 2 / float(np.linalg.eigvalsh(np.tensordot(chance_M, laplacian_MxWxW, 1))[-1])
+    low, high = 0.0, 2 / float(np.linalg.eigvalsh(np.tensordot(probability_M, laplacian_MxWxW, 1))[-1])
     for _ in range(100):
         left, right = low + (high - low) / 3, high - (high - low) / 3
-        at_left, at_right = (expected_contraction(laplacian_MxWxW, chance_M, alpha) for alpha in (left, right))
+        at_left, at_right = (expected_contraction(laplacian_MxWxW, probability_M, alpha) for alpha in (left, right))
         low, high = (low, right) if at_left < at_right else (left, high)
     return (low + high) / 2
 
 
-def expected_contraction(laplacian_MxWxW: np.ndarray, chance_M: np.ndarray, alpha: float) -> float:
-    """|E[W^T W] - 1/N|: below 1 the workers come together."""
-    mean = np.tensordot(chance_M, laplacian_MxWxW, 1)
-    spread = np.tensordot(chance_M * (1 - chance_M), laplacian_MxWxW, 1)
+def expected_contraction(laplacian_MxWxW: np.ndarray, probability_M: np.ndarray, alpha: float) -> float:
+    """The expected factor by which a mixing step shrinks the squared distance to the mean; below 1 workers converge.
+
+    |E[W^T W] - 1/N|,   E[W^T W] = I - 2 alpha Lp + alpha^2 (Lp^2 + 2 Lv)
+    Lp = sum_m p_m L_m,   Lv = sum_m p_m (1 - p_m) L_m         (arXiv 1905.09435)
+    """
+    mean = np.tensordot(probability_M, laplacian_MxWxW, 1)
+    spread = np.tensordot(probability_M * (1 - probability_M), laplacian_MxWxW, 1)
     workers = len(mean)
     moved = np.eye(workers) - 2 * alpha * mean + alpha**2 * (mean @ mean + 2 * spread)
     return float(np.linalg.eigvalsh(moved - 1 / workers)[-1])

@@ -1,4 +1,4 @@
-"""bench_daso: figures by hand, links that are slow and leave nothing behind, and a quick run of it."""
+"""bench_daso: hand-computed figures, links with the requested bandwidth and their cleanup, and quick runs."""
 
 import json
 import os
@@ -20,54 +20,54 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 
 
-def test_figures_by_hand():
+def test_figures():
     epoch = lambda seconds, until, blocking, loss: {
         "seconds": seconds, "until": until, "blocking": blocking, "loss": loss, "accuracy": 1 - loss,
     }  # fmt: skip
     epochs = [epoch(9.0, 9.0, True, 0.9), epoch(2.0, 11.0, False, 0.6), epoch(3.0, 14.0, False, 0.5)]
     journal = [
-        {"sent": 1, "received": 1, "beside": 0, "seconds": 5.0, "waited": 5.0},
-        {"sent": 2, "received": 4, "beside": 2, "seconds": 0.4, "waited": 0.1},
+        {"sent": 1, "received": 1, "overlapped": 0, "seconds": 5.0, "waited": 5.0},
+        {"sent": 2, "received": 4, "overlapped": 2, "seconds": 0.4, "waited": 0.1},
     ]
-    told = bench_daso.measured({"epochs": epochs, "journal": journal, "exchanges": 2, "bytes": 500}, target=0.6)
-    assert (told["epoch_s"], told["run_s"], told["time_to_target_s"]) == (2.5, 14.0, 11.0)
-    assert (told["accuracy"], told["exchange_s"], told["waited_s"]) == (0.5, 0.4, 0.1)
-    other = bench_daso.measured({"epochs": epochs, "journal": [], "exchanges": 4, "bytes": 700}, target=0.1)
-    both = bench_daso.over_seeds([told, other])
+    one = bench_daso.figures({"epochs": epochs, "journal": journal, "exchanges": 2, "bytes": 500}, target=0.6)
+    assert (one["epoch_s"], one["run_s"], one["time_to_target_s"]) == (2.5, 14.0, 11.0)
+    assert (one["accuracy"], one["exchange_s"], one["waited_s"]) == (0.5, 0.4, 0.1)
+    other = bench_daso.figures({"epochs": epochs, "journal": [], "exchanges": 4, "bytes": 700}, target=0.1)
+    both = bench_daso.over_seeds([one, other])
     assert (both["epoch_s"], both["time_to_target_s"], both["seeds"]) == (2.5, None, 2)
     assert (both["exchanges"], both["bytes"]) == (3, 600)
     assert "exchange_s" not in both
 
 
 def links_with(*epochs, kind=""):
-    """Results of links: Mbit/s, and an epoch of all-reduce and of daso."""
-    told = lambda seconds: {"epoch_s": seconds, "run_s": 9.0, "time_to_target_s": None, "accuracy": 0.8456}
-    return {f"{mbit} Mbit/s{kind}": {"allreduce": told(a), "daso": told(d)} for mbit, a, d in epochs}
+    """Results of links: Mbit/s, and seconds per epoch of all-reduce and of daso."""
+    means = lambda seconds: {"epoch_s": seconds, "run_s": 9.0, "time_to_target_s": None, "accuracy": 0.8456}
+    return {f"{mbit} Mbit/s{kind}": {"allreduce": means(a), "daso": means(d)} for mbit, a, d in epochs}
 
 
-def test_where_the_advantage_ends():
-    """From 30% less to 10% more the share passes 10% half-way, which is at 200 between 100 and 400."""
-    (said,) = bench_daso.where_it_ends(links_with((400, 1.0, 1.1), (100, 2.0, 1.4), (25, 6.0, 1.5)))
-    assert "ends at about 200 Mbit/s, between 100 Mbit/s (30% less) and 400 Mbit/s (-10% less)" in said
-    (said,) = bench_daso.where_it_ends(links_with((25, 6.0, 1.5), (1000, 1.0, 0.8)))
-    assert said.endswith("shorter than those of all-reduce up to 1000 Mbit/s (20% less).")
-    (said,) = bench_daso.where_it_ends(links_with((25, 1.0, 0.95), (1000, 1.0, 1.0), kind=" (simulated)"))
-    assert said == "No link was slow enough for daso to make epochs 10% shorter: 25 Mbit/s (simulated) (5% less)."
+def test_break_even():
+    """From 30% less to 10% more the saving passes 10% half-way, which is at 200 between 100 and 400."""
+    (sentence,) = bench_daso.break_even(links_with((400, 1.0, 1.1), (100, 2.0, 1.4), (25, 6.0, 1.5)))
+    assert "ends at about 200 Mbit/s, between 100 Mbit/s (30% less) and 400 Mbit/s (-10% less)" in sentence
+    (sentence,) = bench_daso.break_even(links_with((25, 6.0, 1.5), (1000, 1.0, 0.8)))
+    assert sentence.endswith("shorter than those of all-reduce up to 1000 Mbit/s (20% less).")
+    (sentence,) = bench_daso.break_even(links_with((25, 1.0, 0.95), (1000, 1.0, 1.0), kind=" (simulated)"))
+    assert sentence == "No link was slow enough for daso to make epochs 10% shorter: 25 Mbit/s (simulated) (5% less)."
     real, simulated = links_with((25, 6.0, 1.5)), links_with((100, 2.0, 1.4), kind=" (simulated)")
-    assert bench_daso.where_it_ends(real | simulated) == []  # one of each kind: no row of links
+    assert bench_daso.break_even(real | simulated) == []  # one of each kind is not enough
 
 
-def test_the_table_fits_80_columns_with_results_of_an_older_version():
+def test_table_fits_80_columns_with_results_of_an_older_version():
     results = links_with((25, 106.0, 21.5))
     (methods,) = results.values()
     methods |= {"daso-unequal-steps": methods["daso"] | {"exchange_s": 0.77, "waited_s": 0.5, "run_s": 1234.5}}
     methods["allreduce"] |= {"bytes": 98_765e6, "time_to_target_s": 1234.5}
     console = Console(width=80, record=True)
     bench_daso.show(results, console)
-    told = {line.split()[0]: line.split()[1:] for line in console.export_text().splitlines() if line.strip()}
-    assert told["allreduce"] == ["106.00", "0%", "9.00", "1234.50", "0.8456", "-", "-", "98765"]
-    assert told["daso"][-1] == "-"
-    assert told["daso-unequal-steps"] == ["21.50", "-", "1234.50", "-", "0.8456", "0.77", "0.50", "-"]
+    rows = {line.split()[0]: line.split()[1:] for line in console.export_text().splitlines() if line.strip()}
+    assert rows["allreduce"] == ["106.00", "0%", "9.00", "1234.50", "0.8456", "-", "-", "98765"]
+    assert rows["daso"][-1] == "-"
+    assert rows["daso-unequal-steps"] == ["21.50", "-", "1234.50", "-", "0.8456", "0.77", "0.50", "-"]
 
 
 def namespaces():
@@ -101,19 +101,23 @@ with socket.create_server(("0.0.0.0", 5555)) as server:
 """
 
 
-def test_a_link_is_as_slow_as_asked(links):
+def test_a_link_has_the_requested_bandwidth(links):
     links.limit(20)
-    receiver = subprocess.Popen([*links.inside(1), sys.executable, "-c", RECEIVES], stdout=subprocess.PIPE, text=True)
+    receiver = subprocess.Popen(
+        [*links.command_prefix(1), sys.executable, "-c", RECEIVES], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert receiver.stdout.readline() == "ready\n"
-        subprocess.run([*links.inside(0), sys.executable, "-c", SENDS, links.address(1)], check=True, timeout=30)
+        subprocess.run(
+            [*links.command_prefix(0), sys.executable, "-c", SENDS, links.address(1)], check=True, timeout=30
+        )
         assert float(receiver.communicate(timeout=30)[0]) < 25
     finally:
         receiver.kill()
         receiver.wait()
 
 
-def test_nothing_stays_after_an_exception():
+def test_namespaces_are_removed_after_an_exception():
     try:
         with Links(2):
             assert f"hetjax-{os.getpid()}-node0" in namespaces()
@@ -134,32 +138,32 @@ def test_a_quick_run(tmp_path):
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     try:
-        said, _ = bench.communicate(timeout=240)
+        output, _ = bench.communicate(timeout=240)
     finally:
         bench.kill()
         bench.wait()
-    assert bench.returncode == 0, said
+    assert bench.returncode == 0, output
     ((link, methods),) = json.loads(path.read_text()).items()
     assert link.startswith("100 Mbit/s")
     assert set(methods) == {"allreduce", "daso"}
     assert methods["allreduce"]["exchanges"] == 12
     assert methods["allreduce"]["bytes"] == 12 * 4 * 1_068_810
-    for told in methods.values():
-        assert 0 < told["epoch_s"] < told["run_s"] < time.time() - began
-        assert 0.2 < told["accuracy"] <= 1
-        assert "time_to_target_s" in told
+    for means in methods.values():
+        assert 0 < means["epoch_s"] < means["run_s"] < time.time() - began
+        assert 0.2 < means["accuracy"] <= 1
+        assert "time_to_target_s" in means
     left = subprocess.run(["ps", "-o", "args=", "-s", str(bench.pid)], capture_output=True, text=True).stdout
     assert left == ""
     if shutil.which("ip"):
         assert f"hetjax-{bench.pid}-" not in namespaces()
 
 
-def test_where_links_are_refused_they_are_simulated(monkeypatch, tmp_path, capsys):
-    """As many exchanges as daso, as large, is what local-sgd makes; and it waits for each."""
+def test_links_are_simulated_without_root(monkeypatch, tmp_path, capsys):
+    """local-sgd makes the same number and size of exchanges as daso, and blocks on each."""
 
     class Refused:
         def __init__(self, nodes):
-            raise LinksRefused("Only root may make network namespaces.")
+            raise LinksRefused("Only root may create network namespaces.")
 
     path, before = tmp_path / "daso.json", signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(bench_daso, "Links", Refused)
@@ -169,7 +173,7 @@ def test_where_links_are_refused_they_are_simulated(monkeypatch, tmp_path, capsy
         assert bench_daso.main(bench_daso.Options(json=path, methods="daso,local-sgd", quick=True)) == 0
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert "Links are simulated: Only root may make network namespaces." in capsys.readouterr().out
+    assert "Links are simulated: Only root may create network namespaces." in capsys.readouterr().out
     ((link, methods),) = json.loads(path.read_text()).items()
     assert link == "100 Mbit/s (simulated)"
     daso, local = methods["daso"], methods["local-sgd"]

@@ -1,4 +1,4 @@
-"""The main job with nodes that agree seldom, in one process. Launched: tests/faults/test_train_killed.py."""
+"""train.py with DASO in one process; with several: tests/faults/test_train_killed.py."""
 
 import json
 
@@ -13,7 +13,7 @@ SAMPLES = 1438  # of digits
 @pytest.mark.parametrize("flags", [[], ["--faithful"]])
 @pytest.mark.slow
 def test_one_process(flags, tmp_path):
-    """With the optimizer that is the default, whose state is no parameters."""
+    """With the default optimizer, whose state has other leaves than the parameters."""
     tiny = ["--model", "mlp", "--width", "8", "--batch-size", "500", "--devices", "2", "--epochs", "5"]
     assert train.main([*tiny, "--strategy", "daso", *flags, "--out", str(tmp_path)]) == 0
     summary = json.loads((tmp_path / "summary.json").read_text())

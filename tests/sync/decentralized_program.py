@@ -1,6 +1,6 @@
-"""Decentralized runs as a program of its own, over the processes of the launcher: decentralized_program.py FILE.
+"""Decentralized runs over the processes of the launcher: decentralized_program.py FILE.
 
-Writes what all workers hold at the end, from the first process. Each run is stopped, saved and resumed half way.
+The first process writes the final parameters of all workers to FILE. Each run is saved and resumed half way.
 """
 
 import json
@@ -25,7 +25,7 @@ def data():
 
 
 def blocks():
-    """Submodular ones of unequal size; only the first process may be asked to cut."""
+    """Submodular blocks of unequal size; only the first process may compute them."""
     import jax
 
     from hetjax import make_blocks
@@ -43,7 +43,7 @@ def loss_fn(params, batch, keys):
 
 
 def results(folder):
-    """What the workers hold after each of the runs, on the first process; their answers, tested, on all."""
+    """Of each run: the test loss of the answer, the losses, and the parameters of all workers (first process only)."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -52,7 +52,7 @@ def results(folder):
     from hetjax.checkpoint.snapshot import host_copy
     from hetjax.sync import Decentralized
 
-    found, partitions = {}, {"blocks": blocks()}
+    outcomes, partitions = {}, {"blocks": blocks()}
     for name, options in RUNS.items():
         make = lambda name=name, options=options: Trainer(
             loss_fn,
@@ -73,9 +73,9 @@ def results(folder):
             resumed = checkpoint.restore_latest(folder / name, fresh, trainer)
             state, history = trainer.fit(resumed.state, data(), steps=STEPS - STEPS // 2)
             tested = trainer.evaluate(state, data())
-        held = host_copy(state.params["x"])
-        found[name] = [tested["loss"], history.losses, None if held is None else held.tolist()]
-    return found
+        params_WxP = host_copy(state.params["x"])
+        outcomes[name] = [tested["loss"], history.losses, None if params_WxP is None else params_WxP.tolist()]
+    return outcomes
 
 
 def main():
@@ -84,11 +84,11 @@ def main():
     from hetjax.fleet.distributed import initialize, leave
 
     jax.config.update("jax_num_cpu_devices", WORKERS // 2)
-    place = initialize(wait_limit=60, heartbeat_limit=20)
+    info = initialize(wait_limit=60, heartbeat_limit=20)
     with tempfile.TemporaryDirectory() as folder:
-        found = results(Path(folder))
-    if place.first:
-        Path(sys.argv[1]).write_text(json.dumps(found))
+        outcomes = results(Path(folder))
+    if info.first:
+        Path(sys.argv[1]).write_text(json.dumps(outcomes))
     leave(0, together=True)
 
 

@@ -1,4 +1,4 @@
-"""Decentralized SGD against the recursion written out in NumPy, what travels, and stopping and going on."""
+"""Decentralized SGD against the recursion in NumPy, its communication, and resumed runs."""
 
 import re
 
@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from holder import Holder
+from mixing_matrix import mixing_matrix
 from problems import RandomPlans, problem
 
 from hetjax import Chunked, NonFiniteError, Trainer
@@ -19,14 +20,14 @@ from hetjax.reduce.layout import Layout, StepSums
 from hetjax.reduce.update import State
 from hetjax.sampling.order import Sampler, Span
 from hetjax.sync import AllReduce, Decentralized
-from hetjax.sync.base import Rule, Setting
+from hetjax.sync.base import SyncContext, UpdateRule
 from hetjax.sync.topology import complete, matcha, ring
 
 SAMPLES, BATCH, SIZE = 60, 20, 3
 
 
 class Counts:
-    """A controller that always gives these counts."""
+    """A controller with fixed counts."""
 
     name = "counts"
 
@@ -49,7 +50,7 @@ def squares(params, batch, keys):
 
 
 def quadratic(seed=0, dtype=np.float64):
-    """Samples of which those of different places have different solutions."""
+    """Least squares whose targets drift along the data set, so that workers have different solutions."""
     rng = np.random.default_rng(seed)
     a = rng.normal(size=(SAMPLES, SIZE))
     return {"a": a.astype(dtype), "t": (a @ [1.0, -2, 0.5] + np.linspace(-1, 3, SAMPLES)).astype(dtype)}
@@ -97,16 +98,17 @@ CUSTOM = np.array([[0.5, 0.3, 0.2, 0], [0.1, 0.6, 0.1, 0.2], [0.4, 0, 0.5, 0.1],
 @pytest.mark.parametrize(
     ("topology", "every", "counts", "faithful", "momentum"),
     [
-        ("ring", 1, [5, 5, 5, 5], False, 0.0),
+        # every topology once in the fast tests
+        pytest.param("ring", 1, [5, 5, 5, 5], False, 0.0, marks=pytest.mark.slow),
         ("ring", 2, [9, 6, 4, 1], False, 0.9),
-        ("ring", 3, [9, 6, 4, 1], True, 0.0),
-        ("complete", 1, [9, 6, 4, 1], False, 0.9),
+        pytest.param("ring", 3, [9, 6, 4, 1], True, 0.0, marks=pytest.mark.slow),
+        pytest.param("complete", 1, [9, 6, 4, 1], False, 0.9, marks=pytest.mark.slow),
         ("complete", 2, [12, 0, 7, 1], True, 0.9),
         (CUSTOM, 1, [10, 0, 10, 0], False, 0.9),
-        (CUSTOM, 3, [9, 6, 4, 1], False, 0.0),
+        pytest.param(CUSTOM, 3, [9, 6, 4, 1], False, 0.0, marks=pytest.mark.slow),
     ],
 )
-def test_the_recursion_in_float64(topology, every, counts, faithful, momentum):
+def test_recursion_in_float64(topology, every, counts, faithful, momentum):
     data, steps = quadratic(), 14
     sync = Decentralized(topology, every, faithful=faithful)
     state, history, answer = trained(data, sync, 4, steps, Counts(counts), optax.sgd(0.05, momentum))
@@ -120,22 +122,22 @@ def test_the_recursion_in_float64(topology, every, counts, faithful, momentum):
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("workers", [5, 8])
-def test_the_recursion_with_matchas_draws_and_plans_of_any_kind(workers):
+@pytest.mark.parametrize("workers", [5, pytest.param(8, marks=pytest.mark.slow)])
+def test_recursion_with_matcha_and_random_plans(workers):
     data, steps, seed = quadratic(1), 20, 11
     sync = Decentralized("ring", 2, matcha_budget=0.4)
     state, history, _ = trained(data, sync, workers, steps, RandomPlans(2), seed=seed)
     mixing = matcha(ring(workers), 0.4)
     drawn = [mixing.active(seed, k) for k in range(steps)]
-    matrices = [mixing.matrix(drawn[k]) if k % 2 == 0 else np.eye(workers) for k in range(steps)]
+    matrices = [mixing_matrix(mixing, drawn[k]) if k % 2 == 0 else np.eye(workers) for k in range(steps)]
     assert len({tuple(active) for active in drawn[::2]}) > 2
     expected_WxP = by_hand(data, matrices, history.counts, 0.05, seed=seed)
     np.testing.assert_allclose(np.asarray(state.params["x"]), expected_WxP, rtol=1e-9, atol=1e-9)
     assert history.recompiles_after_warmup == 0
 
 
-@pytest.mark.parametrize("engine", ["chunked", "looped", "masked"])
-def test_any_engine_and_float32(engine):
+@pytest.mark.parametrize("engine", [pytest.param("chunked", marks=pytest.mark.slow), "looped", "masked"])
+def test_every_engine_in_float32(engine):
     data = quadratic(dtype=np.float32)
     engine = Chunked(rungs=[4, BATCH]) if engine == "chunked" else engine
     options = {"engine": engine, "capacity": BATCH}
@@ -145,37 +147,37 @@ def test_any_engine_and_float32(engine):
     np.testing.assert_allclose(np.asarray(state.params["x"]), expected_WxP, rtol=1e-5, atol=1e-5)
 
 
-# -- the reduce alone, fed by hand --
+# -- the reduce alone --
 
 
 def opened(sync, workers, params, optimizer, state=None, **rule):
     """The reduce of a sync for these parameters, and the layout of their sums."""
     layout = Layout.of(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params), (), ())
-    setting = Setting(
-        Workers.of(jax.devices()[:workers]), layout, Rule(optimizer, None, rule.get("ema_decay")), "auto", 10
+    context = SyncContext(
+        Workers.of(jax.devices()[:workers]), layout, UpdateRule(optimizer, None, rule.get("ema_decay")), "auto", 10
     )
     ema = None if rule.get("ema_decay") is None else params
-    return Holder(sync.open(setting, state or State(params, None, optimizer.init(params), ema))), layout
+    return Holder(sync.open(context, state or State(params, None, optimizer.init(params), ema))), layout
 
 
 def step(reduce, layout, grads, counts):
     """One step from the workers' gradient sums and counts."""
-    laps = []
+    results = []
     for device, grad, count in zip(reduce.workers.devices, grads, counts, strict=True):
         zero = np.zeros(())
         parts = layout.pack(StepSums(grad, (), zero, zero + count, zero + count, {}))
-        laps.append(LocalResult(tuple(jax.device_put(part[None], device) for part in parts), count, 0.0, 0.0))
-    reduce.step(laps, [own_slots(None, count, 0, False) for count in counts], Span(0, 0, sum(counts)))
+        results.append(LocalResult(tuple(jax.device_put(part[None], device) for part in parts), count, 0.0, 0.0))
+    reduce.step(results, [own_slots(None, count, 0, False) for count in counts], Span(0, 0, sum(counts)))
 
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("counts", [pytest.param([5, 5, 5, 5], marks=pytest.mark.slow), [11, 6, 2, 1]])
 @pytest.mark.parametrize("faithful", [False, True])
-def test_everybody_and_every_step_converges_to_the_solution_of_allreduce(counts, faithful):
-    """Different data for every worker: each one's samples have their own solution.
+def test_complete_mixing_converges_to_the_solution_of_allreduce(counts, faithful):
+    """Every worker's samples have their own solution.
 
-    With a falling rate the mean of the workers goes to the solution of all samples. The published means go to another
-    one where counts are unequal: there every worker counts the same, however few its samples are.
+    With a falling learning rate the mean of the workers converges to the solution of all samples. The published method
+    converges to another one if counts are unequal, since it weighs all workers equally.
     """
     rng = np.random.default_rng(5)
     a, owner = rng.normal(size=(20, SIZE)), np.repeat(np.arange(4), counts)
@@ -197,11 +199,11 @@ def test_everybody_and_every_step_converges_to_the_solution_of_allreduce(counts,
     reduced = run(AllReduce(), 400)
     np.testing.assert_allclose(reduced, np.linalg.lstsq(a, t, rcond=None)[0], atol=5e-3)
     if faithful and counts[0] > 5:
-        assert np.abs(reduced - expected).max() > 0.3  # the published method's own solution is another one
+        assert np.abs(reduced - expected).max() > 0.3  # the published method converges elsewhere
 
 
 def collectives(program):
-    """Of a compiled program: (operation, elements) of everything that moves between workers."""
+    """(operation, elements) of all communication in a compiled program."""
     found = re.findall(r"= (.*?) (all-reduce|all-gather|all-to-all|collective-permute)(?:-start)?\(", program.as_text())
     size = lambda shape: int(np.prod([int(n) for n in shape.split(",") if n]))
     return [(name, sum(size(shape) for shape in re.findall(r"\w+\[([\d,]*)\]", result))) for result, name in found]
@@ -211,22 +213,22 @@ def test_only_neighbors_exchange_parameters_and_only_in_mixing_steps():
     params = {"large": jnp.zeros((200, 100)), "small": jnp.zeros(7), "one": jnp.zeros(())}
     size, few = 20008, 100
     reduce, _ = opened(Decentralized("ring", 2), 8, params, optax.adam(0.1))
-    mixing, still = collectives(reduce.mix), collectives(reduce.stay)
+    mixing, local = collectives(reduce.mixing_step), collectives(reduce.local_step)
     assert sum(n for name, n in mixing if name == "collective-permute") == 2 * size
     assert {name for name, _ in mixing} == {"collective-permute", "all-reduce"}
     assert sum(n for name, n in mixing if name == "all-reduce") < few
-    assert {name for name, _ in still} == {"all-reduce"}
-    assert sum(n for _, n in still) < few
-    everybody, _ = opened(Decentralized("complete"), 8, params, optax.sgd(0.1))
-    assert {name for name, _ in collectives(everybody.mix)} == {"all-reduce"}
-    assert sum(n for _, n in collectives(everybody.mix)) >= size
+    assert {name for name, _ in local} == {"all-reduce"}
+    assert sum(n for _, n in local) < few
+    uniform, _ = opened(Decentralized("complete"), 8, params, optax.sgd(0.1))
+    assert {name for name, _ in collectives(uniform.mixing_step)} == {"all-reduce"}
+    assert sum(n for _, n in collectives(uniform.mixing_step)) >= size
     drawn, _ = opened(Decentralized("ring", matcha_budget=0.5), 8, params, optax.sgd(0.1))
-    assert "conditional" in drawn.mix.as_text()
-    assert {name for name, _ in collectives(drawn.stay)} == {"all-reduce"}
+    assert "conditional" in drawn.mixing_step.as_text()
+    assert {name for name, _ in collectives(drawn.local_step)} == {"all-reduce"}
 
 
 def test_a_worker_without_samples_only_mixes():
-    """Values worked out by hand: three workers at 1, 4 and 7 become 4 - 0.1 * 3 * sum / 6 each."""
+    """By hand: three workers at 1, 4 and 7 become 4 - 0.1 * 3 * sum / 6 each."""
     state = State({"x": jnp.array([[1.0], [4.0], [7.0]])}, None, optax.sgd(0.1).init({}), None, 0, 0, 3)
     reduce, layout = opened(Decentralized("complete"), 3, {"x": jnp.zeros(1)}, optax.sgd(0.1), state)
     step(reduce, layout, [{"x": np.full(1, 2.0)}, {"x": np.full(1, 8.0)}, {"x": np.zeros(1)}], [2, 4, 0])
@@ -234,7 +236,7 @@ def test_a_worker_without_samples_only_mixes():
     assert reduce.report().count == 6
 
 
-def test_nothing_moves_where_a_gradient_is_not_finite():
+def test_no_worker_is_updated_if_a_gradient_is_not_finite():
     state = State({"x": jnp.array([[1.0], [4.0], [7.0]])}, None, optax.sgd(0.1).init({}), None, 0, 0, 3)
     reduce, layout = opened(Decentralized("complete"), 3, {"x": jnp.zeros(1)}, optax.sgd(0.1), state)
     step(reduce, layout, [{"x": np.ones(1)}, {"x": np.full(1, np.nan)}, {"x": np.ones(1)}], [2, 2, 2])
@@ -242,7 +244,7 @@ def test_nothing_moves_where_a_gradient_is_not_finite():
     np.testing.assert_array_equal(np.asarray(reduce.core[0]["x"]).ravel(), [1, 4, 7])
 
 
-def test_the_answer_averages_what_is_a_float_and_keeps_counters():
+def test_the_answer_averages_floats_and_keeps_counters():
     reduce, layout = opened(Decentralized(), 4, {"x": jnp.ones(2)}, optax.adam(0.1), ema_decay=0.5)
     for k in range(3):
         step(reduce, layout, [{"x": np.array([1.0, i - k])} for i in range(4)], [1, 2, 3, 4])
@@ -253,15 +255,15 @@ def test_the_answer_averages_what_is_a_float_and_keeps_counters():
         np.testing.assert_allclose(np.asarray(of(answer)), np.asarray(of(held)).mean(axis=0), rtol=1e-6)
 
 
-# -- stopping and going on --
+# -- resumed runs --
 
 
 def on_host(state):
     return jax.tree.map(np.asarray, state)
 
 
-@pytest.mark.parametrize("budget", [None, 0.5])
-def test_stopping_and_going_on_is_the_same_run_to_the_bit(budget):
+@pytest.mark.parametrize("budget", [pytest.param(None, marks=pytest.mark.slow), 0.5])
+def test_a_resumed_run_is_the_same_to_the_bit(budget):
     data, sync = quadratic(dtype=np.float32), Decentralized("ring", 2, budget)
     run = lambda steps, state=None: trained(
         data, sync, 4, steps, Counts([9, 6, 4, 1]), optax.adam(0.01), state, ema_decay=0.9
@@ -270,10 +272,10 @@ def test_stopping_and_going_on_is_the_same_run_to_the_bit(budget):
     half = on_host(run(7))
     rest = on_host(run(6, half))
     jax.tree.map(np.testing.assert_array_equal, whole, rest)
-    assert np.ptp(whole.params["x"], axis=0).max() > 1e-3  # the workers do differ
+    assert np.ptp(whole.params["x"], axis=0).max() > 1e-3  # the workers differ
 
 
-def test_on_another_number_of_workers_all_start_from_the_answer():
+def test_another_number_of_workers_starts_from_the_answer():
     data = quadratic(dtype=np.float32)
     state, _, answer = trained(data, Decentralized(), 4, 7, Counts([9, 6, 4, 1]))
     plain = lambda at: trained(data, Decentralized(), 2, 3, Counts([10, 10]), state=at)[0]
@@ -286,7 +288,7 @@ def test_on_another_number_of_workers_all_start_from_the_answer():
 
 
 @pytest.mark.slow
-def test_a_model_learns_and_is_tested_by_its_mean():
+def test_a_model_learns_and_its_mean_is_evaluated():
     made = problem("mlp", samples=200)
     with Trainer(
         made.loss_fn, optax.adam(1e-2), batch_size=40, controller=RandomPlans(0), sync="decentralized",
@@ -295,15 +297,15 @@ def test_a_model_learns_and_is_tested_by_its_mean():
         state, history = trainer.fit(trainer.init(made.params), made.data, steps=60)
         tested = trainer.evaluate(state, made.data)
         averaged = trainer.evaluate(jax.tree.map(jnp.copy, trainer.answer(state)), made.data)
-    assert np.mean(history.losses[-5:]) < 0.8 * history.losses[0]  # labels by chance: there is not more to learn
+    assert np.mean(history.losses[-5:]) < 0.8 * history.losses[0]  # random labels: there is no more to learn
     assert tested == averaged
     assert tested["loss"] < 0.8 * history.losses[0]
     assert history.recompiles_after_warmup == 0
     assert history.transport == "neighbors"
 
 
-def test_running_statistics_of_a_worker_without_samples_stay():
-    """BatchNorm's running averages are each worker's own; a step without samples does not pull them to zero."""
+def test_running_statistics_of_a_worker_without_samples_are_kept():
+    """Each worker has its own running averages; a step without samples does not pull them to zero."""
 
     def loss_fn(params, state, batch, keys, mask_b):
         total = jnp.where(mask_b, batch["t"], 0.0).sum()
@@ -318,7 +320,7 @@ def test_running_statistics_of_a_worker_without_samples_stay():
     np.testing.assert_allclose(np.asarray(state.model_state["mean"]), [4.8, 4.8, 5, 5], rtol=1e-6)
 
 
-def test_a_bad_loss_names_the_worker_and_stops():
+def test_a_nonfinite_loss_names_the_worker():
     data = quadratic(dtype=np.float32)
     data["t"][:] = np.nan
     with pytest.raises(NonFiniteError, match="worker 0, 1, 2, 3"):
@@ -326,7 +328,7 @@ def test_a_bad_loss_names_the_worker_and_stops():
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "message"),
     [
         ({"mix_every": 0}, "at least 1"),
         ({"mix_every": 1.5}, "whole number"),
@@ -334,11 +336,11 @@ def test_a_bad_loss_names_the_worker_and_stops():
         ({"matcha_budget": 0}, "above 0"),
     ],
 )
-def test_wrong_options_are_refused(options, sentence):
-    with pytest.raises((ValueError, TypeError), match=sentence):
+def test_invalid_options_are_rejected(options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
         Decentralized(**options)
 
 
-def test_a_hub_cannot_exchange():
+def test_the_hub_transport_is_rejected():
     with pytest.raises(ValueError, match="sync='allreduce'"):
         trained(quadratic(dtype=np.float32), Decentralized(), 2, 1, Counts([10, 10]), transport="hub")

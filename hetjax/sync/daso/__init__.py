@@ -1,4 +1,4 @@
-"""DASO: hierarchical, asynchronous, selective (see daso.py)."""
+"""DASO (distributed asynchronous and selective optimization): sums inside nodes, rare exchanges between them."""
 
 from hetjax.sync.daso.daso import Daso
 

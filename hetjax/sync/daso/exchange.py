@@ -1,8 +1,6 @@
-"""An exchange between nodes: started by all of them, received when it is due. Here for the nodes of one process.
+"""Exchanges between nodes: the interface, the message that travels with each, and the form for nodes of one process.
 
-What nodes tell each other with every exchange: a row of numbers each, the same table on all nodes.
-
-An exchange between nodes: started by all of them, received when it is due. Here for the nodes of one process.
+An exchange is started by all nodes and received when it is due.
 """
 
 from __future__ import annotations
@@ -18,132 +16,144 @@ import jax.numpy as jnp
 import numpy as np
 
 from hetjax.devices.compile import expected
-from hetjax.sync.daso.averaging import NODE, Leaves, bytes_sent, mean, short_mean, total
+from hetjax.sync.daso.averaging import NODE, Leaves, bytes_sent, compressed_mean, mean, total
+
+KINDS = ("total", "mean", "compressed")  # a sum, a weighted mean, and one with 16 bits per number on the wire
 
 
 @dataclass
 class NodeMessage:
-    """What one node has to say; float64, so that sums and counters travel exactly."""
+    """What one node reports with an exchange: a row of float64, so that sums and counters travel exactly.
 
-    batch: float = 0.0  # samples it has in one step, a mean since it sent last
-    made: float = 0.0  # since it sent last: steps with samples,
-    taken: float = 0.0  # and the samples in them
-    steps: float = 0.0  # those of them with a valid timing,
-    samples: float = 0.0  # the samples in these,
-    seconds: float = 0.0  # and how long they took
-    carried: float = 0.0  # seconds that the last exchange it did not wait for was under way
+    All nodes receive the same table of rows. Checkpoints hold these rows: keep the order of the fields.
+    """
+
+    batch: float = 0.0  # samples per step, averaged since the last exchange
+    steps: float = 0.0  # since the last exchange: steps with samples,
+    samples: float = 0.0  # and the samples in them
+    timed_steps: float = 0.0  # those of these steps with a valid timing,
+    timed_samples: float = 0.0  # the samples in them,
+    timed_seconds: float = 0.0  # and their duration
+    exchange_seconds: float = 0.0  # duration of the last exchange that the node did not block on
     loss: float = 0.0  # sum over the epoch so far
-    weight: float = 0.0
-    stop: float = 0.0  # somebody asked for the end
-    save: float = 0.0  # somebody asked for a checkpoint
+    weight: float = 0.0  # of that sum
+    stop: float = 0.0  # the end of training was requested
+    save: float = 0.0  # a checkpoint was requested
     checksum: float = 0.0  # of what all nodes have to agree on
 
-    def step(self, samples: int, seconds: float | None) -> None:
-        """Count one step; `seconds` is None where it was not timed."""
+    def count_step(self, samples: int, seconds: float | None) -> None:
+        """Count one step; `seconds` is None if it was not timed."""
         if samples == 0:
             return
-        self.made, self.taken = self.made + 1, self.taken + samples
-        self.batch = self.taken / self.made
+        self.steps, self.samples = self.steps + 1, self.samples + samples
+        self.batch = self.samples / self.steps
         if seconds is not None:
-            self.steps, self.samples, self.seconds = self.steps + 1, self.samples + samples, self.seconds + seconds
+            self.timed_steps, self.timed_samples = self.timed_steps + 1, self.timed_samples + samples
+            self.timed_seconds += seconds
 
-    def sent(self) -> None:
-        """Begin anew what is counted from one exchange to the next."""
-        self.made = self.taken = self.steps = self.samples = self.seconds = self.stop = self.save = 0.0
+    def reset(self) -> None:
+        """Clear what is counted from one exchange to the next."""
+        self.steps = self.samples = self.timed_steps = self.timed_samples = self.timed_seconds = 0.0
+        self.stop = self.save = 0.0
 
     def array(self) -> np.ndarray:
+        """The message as a row of float64."""
         return np.array(astuple(self), np.float64)
 
     @classmethod
     def of(cls, row: np.ndarray) -> NodeMessage:
+        """The message of an `array`."""
         return cls(*(float(value) for value in row))
 
 
-def steps_under_way(said_N: Sequence[NodeMessage]) -> int:
-    """How many steps of the fastest node an exchange takes; 0 if that is not known."""
-    times = [notes.seconds / notes.steps for notes in said_N if notes.steps]
-    carried = sum(notes.carried for notes in said_N) / len(said_N)
-    return math.ceil(carried / min(times)) if times and min(times) > 0 else 0
+def exchange_steps(message_N: Sequence[NodeMessage]) -> int:
+    """The duration of an exchange in steps of the fastest node, rounded up; 0 if unknown."""
+    times = [message.timed_seconds / message.timed_steps for message in message_N if message.timed_steps]
+    seconds = sum(message.exchange_seconds for message in message_N) / len(message_N)
+    return math.ceil(seconds / min(times)) if times and min(times) > 0 else 0
 
 
 def as_words(row: np.ndarray) -> np.ndarray:
-    """Float64 as 32-bit words, which JAX moves without x64."""
+    """Float64 as 32-bit words, which JAX moves exactly without x64."""
     return np.ascontiguousarray(row, np.float64).view(np.uint32)
 
 
 def from_words(words: np.ndarray) -> np.ndarray:
+    """The inverse of `as_words`."""
     return np.ascontiguousarray(words, np.uint32).view(np.float64)
 
 
-KINDS = ("total", "mean", "short")  # a sum, a weighted mean, and one with 16 bits a number on the wire
-
-
 def weight_type() -> Any:
-    """As exact as JAX allows at the moment."""
+    """The widest float that JAX currently allows."""
     return jax.dtypes.canonicalize_dtype(np.float64)
 
 
 @dataclass(frozen=True)
-class Arrived:
-    """The result for every node of this process, which is the same, and what all nodes had to say."""
+class ExchangeResult:
+    """The result of an exchange, identical for all nodes, and the messages of all nodes."""
 
     leaves: Leaves  # with a leading axis of one
-    table: np.ndarray  # [nodes, notes]
-    seconds: float = 0.0  # how long it was under way
-    sent: int = 0  # bytes that one node sends for it
+    message_NxK: np.ndarray
+    seconds: float = 0.0  # from start to arrival
+    bytes: int = 0  # sent by one node
 
 
 class PendingExchange(Protocol):
+    """An exchange that was started."""
+
     @property
     def done(self) -> bool:
-        """Whether it has arrived."""
+        """Whether the result has arrived."""
         ...
 
-    def result(self) -> Arrived:
-        """Waits until it has arrived, and no longer than the limit."""
+    def result(self) -> ExchangeResult:
+        """Wait for the result, up to the time limit."""
         ...
 
 
 class Exchange(Protocol):
-    """`start` returns at once. Exchanges arrive in the order in which they were started."""
+    """Starts exchanges without blocking. They complete in the order in which they were started."""
 
-    nodes: int  # in all
+    nodes: int  # of all processes
 
     def prepare(self, kind: str, shapes: Leaves) -> None:
-        """Compile for leaves of these shapes, before the first step. All processes have to call this."""
+        """Compile for leaves of these shapes, before the first step. Collective: all processes have to call this."""
         ...
 
     def rebase(self, leaves: Leaves) -> None:
-        """The mean that all nodes have before the first exchange of kind 'short'. Nothing is under way then."""
+        """Set the mean to which 'compressed' exchanges send differences. No exchange may be pending."""
         ...
 
     def start(
-        self, kind: str, leaves_n: Sequence[Leaves], weight_n: Sequence[float], notes_n: np.ndarray
+        self, kind: str, leaves_n: Sequence[Leaves], weight_n: Sequence[float], message_nxK: np.ndarray
     ) -> PendingExchange:
-        """Leaves [1, ...] on the first worker of each node of this process; they must not change until they arrive."""
+        """Start an exchange of leaves [1, ...] on the first worker of each node of this process.
+
+        The leaves must not change until the exchange is done.
+        """
         ...
 
     def close(self) -> None:
-        """Nothing more will be started."""
+        """Release resources; no exchange is started after this."""
         ...
 
 
-def on_node(kind: str, nodes: int, leaves: Leaves, weight: jax.Array, before: Leaves) -> Leaves:
-    """What one node computes, on the axis of nodes."""
+def reduce_over_nodes(kind: str, nodes: int, leaves: Leaves, weight: jax.Array, base: Leaves) -> Leaves:
+    """The reduction of this kind, as one node computes it on the axis of nodes."""
     if kind == "total":
         return total(leaves)
     if kind == "mean":
         return mean(leaves, weight)
-    return short_mean(leaves, weight, before, nodes)
+    return compressed_mean(leaves, weight, base, nodes)
 
 
-class Stacked:
-    """All nodes are in this process: the same sums as across processes, over an axis of one device's array."""
+class InProcessExchange:
+    """Exchanges between nodes of one process: the reductions of several processes, over an axis of a stacked array."""
 
     def __init__(self, leads: Sequence[jax.Device]):
         """leads: the first worker of each node."""
         self.nodes, self.hub = len(leads), leads[0]
-        self._before: Leaves = []
+        self._base: Leaves = []
         self._programs = {kind: jax.jit(partial(_over_stack, kind, self.nodes)) for kind in KINDS}
 
     def prepare(self, kind: str, shapes: Leaves) -> None:
@@ -152,33 +162,34 @@ class Stacked:
         self.start(kind, [zeros] * self.nodes, [1.0] * self.nodes, np.zeros((self.nodes, 1)))
 
     def rebase(self, leaves: Leaves) -> None:
-        self._before = jax.device_put(leaves, self.hub)
+        self._base = jax.device_put(leaves, self.hub)
 
     def start(
-        self, kind: str, leaves_n: Sequence[Leaves], weight_n: Sequence[float], notes_n: np.ndarray
+        self, kind: str, leaves_n: Sequence[Leaves], weight_n: Sequence[float], message_nxK: np.ndarray
     ) -> PendingExchange:
-        here = [jax.device_put(leaves, self.hub) for leaves in leaves_n]
+        on_hub_n = [jax.device_put(leaves, self.hub) for leaves in leaves_n]
         weight_N = jax.device_put(np.asarray(weight_n, weight_type()), self.hub)
         with expected():
-            found = self._programs[kind](here, weight_N, self._before if kind == "short" else [])
-        if kind == "short":
-            self._before = found
-        return _Here(Arrived(found, np.asarray(notes_n), sent=bytes_sent(kind, leaves_n[0], self.nodes)))
+            reduced = self._programs[kind](on_hub_n, weight_N, self._base if kind == "compressed" else [])
+        if kind == "compressed":
+            self._base = reduced
+        size = bytes_sent(kind, leaves_n[0], self.nodes)
+        return _CompletedExchange(ExchangeResult(reduced, np.asarray(message_nxK), bytes=size))
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Nothing to release."""
 
 
 @dataclass(frozen=True)
-class _Here:
-    arrived: Arrived
+class _CompletedExchange:
+    completed: ExchangeResult
     done: bool = True
 
-    def result(self) -> Arrived:
-        return self.arrived
+    def result(self) -> ExchangeResult:
+        return self.completed
 
 
-def _over_stack(kind: str, nodes: int, leaves_n: list[Leaves], weight_N: jax.Array, before: Leaves) -> Leaves:
+def _over_stack(kind: str, nodes: int, leaves_n: list[Leaves], weight_N: jax.Array, base: Leaves) -> Leaves:
     stacked = [jnp.stack(parts) for parts in zip(*leaves_n, strict=True)]
-    over_nodes = jax.vmap(partial(on_node, kind, nodes), in_axes=(0, 0, None), axis_name=NODE)
-    return [x[0] for x in over_nodes(stacked, weight_N, before)]
+    over_nodes = jax.vmap(partial(reduce_over_nodes, kind, nodes), in_axes=(0, 0, None), axis_name=NODE)
+    return [x[0] for x in over_nodes(stacked, weight_N, base)]

@@ -1,4 +1,4 @@
-"""The reduce of DASO: gradients are summed inside a node in every step, parameters between nodes when it is due."""
+"""The reduce of DASO: gradients are summed inside a node in every step, parameters averaged between nodes when due."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from hetjax.reduce.layout import Layout, Parts, StepReport
 from hetjax.reduce.update import State
 from hetjax.sampling.nodes import NodeAllocator
 from hetjax.sampling.order import PlannedStep
-from hetjax.sync.daso.averaging import ALL_OF_IT, NODE, BlendWeights, Leaves, receives_first, terms
+from hetjax.sync.daso.averaging import NODE, TAKE_MEAN, BlendWeights, Leaves, blend_weights, receives_before_sending
 from hetjax.sync.daso.exchange import (
-    Arrived,
     Exchange,
+    ExchangeResult,
     NodeMessage,
     PendingExchange,
     as_words,
+    exchange_steps,
     from_words,
-    steps_under_way,
 )
-from hetjax.sync.daso.node import Node, averaged
-from hetjax.sync.daso.schedule import DasoSchedule
+from hetjax.sync.daso.node import Node, averaged_leaves
+from hetjax.sync.daso.schedule import DasoSchedule, StepActions
 
 Tree = Any
 
 
 @dataclass(frozen=True)
 class DasoConfig:
-    """How nodes agree: what is done with a late average, what travels, when it is due, and whether as published."""
+    """How nodes agree; see `Daso` for the values."""
 
     blend: str = "delta"
     wire: str = "bfloat16"
@@ -45,32 +45,45 @@ class DasoConfig:
     faithful: bool = False
 
 
-class Entry(NamedTuple):
-    """One exchange: the steps that sent and received it, and seconds."""
+class ExchangeRecord(NamedTuple):
+    """The journal entry of one exchange."""
 
-    sent: int
-    received: int
-    beside: int  # local phases that ended while it was under way: they did not wait for it
-    seconds: float  # under way
-    waited: float  # that the receiving step stood still
-    bytes: int = 0  # that this node sent
+    sent: int  # the step that sent it
+    received: int  # the step that received it
+    overlapped: int  # local phases that ended while it was pending: they did not wait for it
+    seconds: float  # from start to arrival
+    waited: float  # seconds that the receiving step was blocked
+    bytes: int = 0  # sent by this node
 
 
 @dataclass
-class _Pending:
-    """An exchange under way, and what each node of this process has sent and said."""
+class _PendingAverage:
+    """An average that was sent and not received yet."""
 
-    flight: PendingExchange
-    sent_n: list[Tree]
-    said_n: list[NodeMessage]
-    short: bool  # in 16 bits
-    since: int  # the step that sent it
-    beside: int = 0  # local phases that ended while it was under way
+    exchange: PendingExchange
+    sent_n: list[Tree]  # parameters of each node of this process
+    message_n: list[NodeMessage]
+    compressed: bool  # in 16 bits
+    step: int  # that sent it
+    overlapped: int = 0  # local phases that ended while it was pending
 
 
-class Nodes:
-    """The reduce of DASO. Its core is a list, one for each node of this process; what the host knows of exchanges, with
-    the one that is under way, stays here."""
+class DasoReduce:
+    """The reduce of DASO.
+
+    Its core is a list with one core per node of this process. The state of exchanges, with the pending one, stays here.
+
+    Args:
+        workers: of all nodes of this process.
+        layout: of the sums of a step.
+        samples: per epoch.
+        nodes: those of this process.
+        leads: the first worker of every node, of all processes.
+        exchange: carries out exchanges between nodes.
+        schedule: decides when they take place.
+        config: how nodes agree.
+        sharing: divides each step's samples between nodes that plan on their own; None within one process.
+    """
 
     name = "nodes"
 
@@ -83,31 +96,29 @@ class Nodes:
         leads: Sequence[jax.Device],
         exchange: Exchange,
         schedule: DasoSchedule,
-        manner: DasoConfig,
+        config: DasoConfig,
         sharing: NodeAllocator | None = None,
     ):
-        """samples: of an epoch; leads: the first worker of every node, of all processes; sharing: who takes how much
-        of a step, where nodes plan on their own."""
         self.workers, self.layout, self.samples = workers, layout, samples
-        self.nodes, self.exchange, self.schedule, self.manner = list(nodes), exchange, schedule, manner
+        self.nodes, self.exchange, self.schedule, self.config = list(nodes), exchange, schedule, config
         self.sharing = sharing
-        self.journal: list[Entry] = []
-        self.steps = 0  # made so far
-        self._at: tuple[int, int] | None = None  # epoch and position in it after the last step
+        self.journal: list[ExchangeRecord] = []
+        self.steps = 0  # taken so far
+        self._position: tuple[int, int] | None = None  # epoch and position in it after the last step
         mesh = Mesh(np.array(leads), (NODE,), axis_types=(AxisType.Auto,))
         self._over_nodes = NamedSharding(mesh, PartitionSpec(NODE))
         ends = np.cumsum([len(node.workers) for node in self.nodes])
         self._slices = [slice(end - len(node.workers), end) for end, node in zip(ends, self.nodes, strict=True)]
-        self._notes_n = [NodeMessage() for _ in self.nodes]
-        self._pending: _Pending | None = None
-        self._short = manner.wire == "bfloat16"
-        self._mean: Leaves | None = None  # the last one that all nodes know, where differences to it travel
-        self._told: list[NodeMessage] | None = None  # what all nodes said, where that arrived with the last step
-        self._asked_to_stop = self._asked_to_save = False  # what one of them wished, in any exchange of the last step
-        self._tails_n: list[jax.Array] = []  # of the last step, one for each node
+        self._message_n = [NodeMessage() for _ in self.nodes]  # what the next exchange will report
+        self._pending: _PendingAverage | None = None
+        self._compressed = config.wire == "bfloat16"
+        self._mean: Leaves | None = None  # the last one that all nodes have, if differences to it are sent
+        self._message_N: list[NodeMessage] | None = None  # of all nodes, if an exchange arrived in the last step
+        self._stop_requested = self._save_requested = False  # by any node, in an exchange of the last step
+        self._tails_n: list[jax.Array] = []  # of the last step, one per node
         self._reports_n: list[StepReport] | None = None  # of the last step
-        self._scalars: jax.Array | None = None  # of all nodes in the last step, where their gradients were summed
-        self._loss: StepReport | None = None  # the last one of a step with samples
+        self._scalars: jax.Array | None = None  # of all nodes in the last step, if their gradients were summed
+        self._last_report: StepReport | None = None  # of a step with samples
 
     # -- a step --
 
@@ -115,154 +126,155 @@ class Nodes:
         self, core_n: list[Tree], parts_w: Sequence[Parts], slots_w: Sequence[list[float]], step: PlannedStep
     ) -> tuple[list[Tree], Any]:
         if step.plan.weights_W is not None:
-            raise ValueError("DASO counts all samples alike: use a controller without weights of its own.")
-        at = step.span
-        self.steps, self._at = self.steps + 1, (at.epoch, at.end)
-        if self._pending is not None and not self._pending.flight.done:
-            self._pending.beside += 1
+            raise ValueError("DASO weighs all samples equally: use a controller that sets no weights of its own.")
+        span = step.span
+        self.steps, self._position = self.steps + 1, (span.epoch, span.end)
+        if self._pending is not None and not self._pending.exchange.done:
+            self._pending.overlapped += 1
         added_n = [node.add(parts_w[own], slots_w[own]) for node, own in zip(self.nodes, self._slices, strict=True)]
         totals_n, tails_n = [totals for totals, _ in added_n], [tail for _, tail in added_n]
-        self._tails_n = tails_n  # what goes along with an exchange of gradients
-        self._told = self._reports_n = self._scalars = None
-        self._asked_to_stop = self._asked_to_save = False
-        last, cycling = at.end == self.samples, self.schedule.skip > 0
-        act = self.schedule.step(last)
-        if act.gradients:
+        self._tails_n = tails_n  # read for the message of an exchange of gradients
+        self._message_N = self._reports_n = self._scalars = None
+        self._stop_requested = self._save_requested = False
+        last, cycling = span.end == self.samples, self.schedule.skip > 0
+        actions = self.schedule.step(last)
+        if actions.sum_gradients:
             sums_n = [node.lead(x) for node, x in zip(self.nodes, totals_n, strict=True)]
-            flight = self._start("total", sums_n, self._say())
-            totals_n = [self._learn(flight).leaves] * len(self.nodes)
+            exchange = self._start("total", sums_n, self._take_messages())
+            totals_n = [self._wait_for(exchange).leaves] * len(self.nodes)
         moved_n = [node.apply(*given) for node, *given in zip(self.nodes, core_n, totals_n, tails_n, strict=True)]
         core_n, self._tails_n = [core for core, *_ in moved_n], [tail for *_, tail in moved_n]
-        if act.gradients:
+        if actions.sum_gradients:
             self._scalars = moved_n[0][1]
-        core_n = self._agree(core_n, act.send, act.receive, act.block, short=self._short and not last)
+        # The mean at the end of an epoch is never compressed, as nodes continue from it.
+        core_n = self._agree(core_n, actions, compressed=self._compressed and not last)
         if last:
             core_n = self._end_epoch(core_n, cycling)
         return core_n, self._tails_n
 
-    def _agree(self, core_n: list[Tree], send: bool, receive: int, block: bool, short: bool) -> list[Tree]:
-        """`short`: what is sent now travels in 16 bits; never at the end of an epoch, as nodes go on from that mean."""
-        due, first = self._pending, receives_first(self.manner.blend)
-        rule = terms(self.manner.blend, receive, self.exchange.nodes)
-        if receive and first:
-            core_n = self._receive(core_n, due, rule)
-        if receive:
+    def _agree(self, core_n: list[Tree], actions: StepActions, compressed: bool) -> list[Tree]:
+        """Send and receive averages; `compressed`: send in 16 bits."""
+        due, receive_first = self._pending, receives_before_sending(self.config.blend)
+        weights = blend_weights(self.config.blend, actions.receive, self.exchange.nodes)
+        if actions.receive and receive_first:
+            core_n = self._receive(core_n, due, weights)
+        if actions.receive:
             self._pending = None
-        if send:
+        if actions.send:
             snapshot_n = [node.snapshot(core) for node, core in zip(self.nodes, core_n, strict=True)]
-            self._send(snapshot_n, self._say(), short)
-        if receive and not first:
-            core_n = self._receive(core_n, due, rule)
-        if block:
-            core_n = self._receive(core_n, self._pending, ALL_OF_IT)
+            self._send(snapshot_n, self._take_messages(), compressed)
+        if actions.receive and not receive_first:
+            core_n = self._receive(core_n, due, weights)
+        if actions.block:
+            core_n = self._receive(core_n, self._pending, TAKE_MEAN)
             self._pending = None
         return core_n
 
-    def _send(self, sent_n: list[Tree], said_n: list[NodeMessage], short: bool) -> None:
+    def _send(self, sent_n: list[Tree], message_n: list[NodeMessage], compressed: bool) -> None:
         leaves_n = [jax.tree.leaves(node.lead(sent)) for node, sent in zip(self.nodes, sent_n, strict=True)]
-        flight = self._start("short" if short else "mean", leaves_n, said_n)
-        self._pending = _Pending(flight, sent_n, said_n, short, self.steps)
+        exchange = self._start("compressed" if compressed else "mean", leaves_n, message_n)
+        self._pending = _PendingAverage(exchange, sent_n, message_n, compressed, self.steps)
 
-    def _say(self) -> list[NodeMessage]:
-        """What goes along with an exchange that starts now; counted anew from here."""
-        self._read()
-        said_n = [replace(notes) for notes in self._notes_n]
-        for notes in self._notes_n:
-            notes.sent()
-        return said_n
+    def _take_messages(self) -> list[NodeMessage]:
+        """The messages of an exchange that starts now; their counts start anew."""
+        self._read_reports()
+        message_n = [replace(message) for message in self._message_n]
+        for message in self._message_n:
+            message.reset()
+        return message_n
 
-    def _start(self, kind: str, leaves_n: list[Leaves], said_n: list[NodeMessage]) -> PendingExchange:
+    def _start(self, kind: str, leaves_n: list[Leaves], message_n: list[NodeMessage]) -> PendingExchange:
         checksum = self._checksum()
-        weight_n = [1.0 if self.manner.faithful else notes.batch for notes in said_n]
-        rows_n = np.array([replace(notes, checksum=checksum).array() for notes in said_n])
-        return self.exchange.start(kind, leaves_n, weight_n, rows_n)
+        weight_n = [1.0 if self.config.faithful else message.batch for message in message_n]
+        message_nxK = np.array([replace(message, checksum=checksum).array() for message in message_n])
+        return self.exchange.start(kind, leaves_n, weight_n, message_nxK)
 
     def _checksum(self) -> int:
-        """Of what all nodes have to agree on: where they are, when they exchange, and who takes which samples."""
+        """Of what all nodes must agree on: position in the run, schedule, and division of samples."""
         sharing = self.sharing
         shared = None if sharing is None else (sharing.rule, sharing.capacity_N, sharing.state_dict())
-        return zlib.crc32(repr((self._at, self.schedule.state_dict(), shared)).encode()) & 0xFFFFFF
+        return zlib.crc32(repr((self._position, self.schedule.state_dict(), shared)).encode()) & 0xFFFFFF
 
-    def _receive(self, core_n: list[Tree], pending: _Pending | None, rule: BlendWeights) -> list[Tree]:
+    def _receive(self, core_n: list[Tree], pending: _PendingAverage | None, weights: BlendWeights) -> list[Tree]:
         assert pending is not None
-        arrived = self._learn(pending.flight, pending)
-        if pending.short:
-            self._mean = arrived.leaves
+        mean = self._wait_for(pending.exchange, pending).leaves
+        if pending.compressed:
+            self._mean = mean
         else:
-            self.rebase(arrived.leaves)
-        parties = zip(self.nodes, core_n, pending.sent_n, strict=True)
-        return [node.blend(core, arrived.leaves, sent, rule) for node, core, sent in parties]
+            self.rebase(mean)
+        sent_n = zip(self.nodes, core_n, pending.sent_n, strict=True)
+        return [node.blend(core, mean, sent, weights) for node, core, sent in sent_n]
 
-    def _learn(self, flight: PendingExchange, pending: _Pending | None = None) -> Arrived:
-        """Wait for an exchange and take notice of what the nodes said."""
-        asked = time.perf_counter()
-        arrived = flight.result()
-        waited = time.perf_counter() - asked
-        sent, beside = (self.steps, 0) if pending is None else (pending.since, pending.beside)
-        self.journal.append(Entry(sent, self.steps, beside, arrived.seconds, waited, arrived.sent))
+    def _wait_for(self, exchange: PendingExchange, pending: _PendingAverage | None = None) -> ExchangeResult:
+        """Wait for an exchange, record it in the journal, and act on the messages of the nodes."""
+        began = time.perf_counter()
+        result = exchange.result()
+        waited = time.perf_counter() - began
+        sent, overlapped = (self.steps, 0) if pending is None else (pending.step, pending.overlapped)
+        self.journal.append(ExchangeRecord(sent, self.steps, overlapped, result.seconds, waited, result.bytes))
         if sent < self.steps:
-            for notes in self._notes_n:
-                notes.carried = arrived.seconds
-        self._told = [NodeMessage.of(row) for row in arrived.table]
-        self._asked_to_stop |= any(notes.stop for notes in self._told)
-        self._asked_to_save |= any(notes.save for notes in self._told)
+            for message in self._message_n:
+                message.exchange_seconds = result.seconds
+        self._message_N = [NodeMessage.of(row) for row in result.message_NxK]
+        self._stop_requested |= any(message.stop for message in self._message_N)
+        self._save_requested |= any(message.save for message in self._message_N)
         if self.sharing is not None:
-            columns = np.array([[notes.steps, notes.samples, notes.seconds] for notes in self._told]).T
-            self.sharing.observe(*columns)
-        if self.manner.wait == "auto":
-            self.schedule.needs = steps_under_way(self._told) or self.schedule.needs
-        odd = [j for j, notes in enumerate(self._told) if notes.checksum != self._told[0].checksum]
-        if odd:
+            timings_Nx3 = np.array([[m.timed_steps, m.timed_samples, m.timed_seconds] for m in self._message_N])
+            self.sharing.observe(*timings_Nx3.T)
+        if self.config.wait == "auto":
+            self.schedule.exchange_steps = exchange_steps(self._message_N) or self.schedule.exchange_steps
+        differing = [j for j, message in enumerate(self._message_N) if message.checksum != self._message_N[0].checksum]
+        if differing:
             raise Disagreement(
-                f"Nodes {odd} are at another place of the training or its schedule than node 0, or share the samples "
-                "in another way: they no longer agree. Check that all run the same code, data and configuration, and "
-                "start again from the last checkpoint."
+                f"Nodes {differing} differ from node 0 in their position in the run, their schedule, or their division "
+                "of the samples. Check that all nodes run the same code, data and configuration, and restart from the "
+                "last checkpoint."
             )
-        return arrived
+        return result
 
     def _end_epoch(self, core_n: list[Tree], cycling: bool) -> list[Tree]:
-        assert self._told is not None
-        weight = sum(notes.weight for notes in self._told)
-        self.schedule.end_epoch(sum(notes.loss for notes in self._told) / weight if weight else np.nan)
-        for notes in self._notes_n:
-            notes.loss = notes.weight = 0.0
+        assert self._message_N is not None
+        weight = sum(message.weight for message in self._message_N)
+        self.schedule.end_epoch(sum(message.loss for message in self._message_N) / weight if weight else np.nan)
+        for message in self._message_n:
+            message.loss = message.weight = 0.0
         if not cycling and self.schedule.skip > 0:
             self.rebase(jax.tree.leaves(self.nodes[0].lead(self.nodes[0].snapshot(core_n[0]))))
-        if cycling and not self.manner.faithful:
-            core_n = self._average_rest(core_n, with_optimizer=self.schedule.skip == 0)
+        if cycling and not self.config.faithful:
+            core_n = self._average_others(core_n, with_optimizer=self.schedule.skip == 0)
         return core_n
 
-    def _average_rest(self, core_n: list[Tree], with_optimizer: bool) -> list[Tree]:
-        """What goes along with the parameters: model state, moving average, counters; before a blocking phase, the
-        whole state of the optimizer too."""
-        places, told = averaged(core_n[0], with_optimizer), self._told
-        if places:
+    def _average_others(self, core_n: list[Tree], with_optimizer: bool) -> list[Tree]:
+        """Average model state, moving average and counters; before a blocking phase also the optimizer's state."""
+        indices, message_N = averaged_leaves(core_n[0], with_optimizer), self._message_N
+        if indices:
             pairs = list(zip(self.nodes, core_n, strict=True))
-            leaves_n = [node.lead([jax.tree.leaves(core)[k] for k in places]) for node, core in pairs]
-            mean = self._learn(self._start("mean", leaves_n, self._say())).leaves
-            core_n = [node.put_leaves(core, places, mean) for node, core in pairs]
-        self._told = told
+            leaves_n = [node.lead([jax.tree.leaves(core)[k] for k in indices]) for node, core in pairs]
+            mean = self._wait_for(self._start("mean", leaves_n, self._take_messages())).leaves
+            core_n = [node.put_leaves(core, indices, mean) for node, core in pairs]
+        self._message_N = message_N
         return core_n
 
-    # -- what is told --
+    # -- reports --
 
-    def _read(self) -> list[StepReport]:
-        """What each node's workers did in the last step; counted into the notes when it is read first."""
+    def _read_reports(self) -> list[StepReport]:
+        """The report of each node's last step; counted into the messages when first read."""
         if self._reports_n is None:
             self._reports_n = []
-            for node, notes, tail in zip(self.nodes, self._notes_n, self._tails_n, strict=False):  # no tail yet: none
+            # Before the first step there are no tails.
+            for node, message, tail in zip(self.nodes, self._message_n, self._tails_n, strict=False):
                 report = StepReport.read(self.layout, np.asarray(tail.addressable_data(0)), len(node.workers))
                 self._reports_n.append(report)
-                seconds = np.max(report.times_W[report.rows_W > 0], initial=0.0)  # NaN if one was not timed
-                notes.step(report.count, seconds if seconds > 0 else None)
+                seconds = np.max(report.times_W[report.rows_W > 0], initial=0.0)  # NaN if a worker was not timed
+                message.count_step(report.count, seconds if seconds > 0 else None)
                 if not report.left_out:
-                    notes.loss, notes.weight = notes.loss + report.loss_sum, notes.weight + report.weight
-                notes.stop, notes.save = max(notes.stop, report.stop), max(notes.save, report.save)
+                    message.loss, message.weight = message.loss + report.loss_sum, message.weight + report.weight
+                message.stop, message.save = max(message.stop, report.stop), max(message.save, report.save)
         return self._reports_n
 
     def read(self, tail: Any) -> StepReport:
-        """Of the last step: what the nodes have told each other is not in its tails."""
-        reports_n = self._read()
+        """The report of the last step; requests of other nodes come with exchanges, not with its tails."""
+        reports_n = self._read_reports()
         tails = [np.asarray(own.addressable_data(0)) for own in self._tails_n]
         cut = 3 + len(self.layout.metrics)
         own = np.sum([tail[:cut] for tail in tails], axis=0)
@@ -270,28 +282,36 @@ class Nodes:
         report = StepReport.read(
             self.layout, np.concatenate([scalars, *(tail[cut:] for tail in tails)]), len(self.workers)
         )
-        if self.exchange.nodes > len(reports_n):  # what others have to follow takes effect when all know of it
-            report = replace(report, stop=self._asked_to_stop, save=self._asked_to_save)
+        if self.exchange.nodes > len(reports_n):  # a request takes effect when all nodes know of it
+            report = replace(report, stop=self._stop_requested, save=self._save_requested)
         if report.weight or report.left_out:
-            self._loss = report
-        elif self._loss is not None:  # a node that sat this step out
-            seen = self._loss
-            report = replace(report, loss_sum=seen.loss_sum, weight=seen.weight, metric_sums=seen.metric_sums)
+            self._last_report = report
+        elif self._last_report is not None:  # this node had no samples in the step: repeat its last loss and metrics
+            last = self._last_report
+            report = replace(report, loss_sum=last.loss_sum, weight=last.weight, metric_sums=last.metric_sums)
         return report
 
-    # -- what is held --
+    # -- state --
 
     def state(self, core_n: list[Tree], step: int, cursor: int) -> State:
+        """The state with one replica per node.
+
+        The keys of `State.more` are part of the checkpoint format:
+
+        notes  the messages that the next exchange will report, as 32-bit words
+        mean   the last mean that all nodes have
+        sent   parameters of the pending exchange; said: its messages
+        """
         core = jax.tree.map(self._stacked, *(node.lead(own) for node, own in zip(self.nodes, core_n, strict=True)))
         leads = [node.workers.devices[0] for node in self.nodes]
-        words = lambda notes, lead: jax.device_put(as_words(notes.array())[None], lead)
-        more: dict[str, Any] = {"notes": self._stacked(*map(words, self._notes_n, leads))}
+        words = lambda message, lead: jax.device_put(as_words(message.array())[None], lead)
+        more: dict[str, Any] = {"notes": self._stacked(*map(words, self._message_n, leads))}
         if self._mean is not None:
             more["mean"] = self._mean
         if self._pending is not None:
             sent_n = [node.lead(sent) for node, sent in zip(self.nodes, self._pending.sent_n, strict=True)]
             more["sent"] = jax.tree.leaves(jax.tree.map(self._stacked, *sent_n))
-            more["said"] = self._stacked(*map(words, self._pending.said_n, leads))
+            more["said"] = self._stacked(*map(words, self._pending.message_n, leads))
         return replace(State.of(core, step, cursor), replicas=self.exchange.nodes, more=more)
 
     def _stacked(self, *pieces_n: jax.Array) -> jax.Array:
@@ -299,25 +319,33 @@ class Nodes:
         return jax.make_array_from_single_device_arrays(shape, self._over_nodes, list(pieces_n))
 
     def rebase(self, mean: Leaves) -> None:
-        """Go on from parameters that all nodes know; what travels is the difference to them."""
-        if self._short:
+        """Set the parameters, known to all nodes, to which compressed exchanges send differences."""
+        if self._compressed:
             self._mean = mean
             self.exchange.rebase(mean)
 
-    def go_on(
-        self, notes_n: Sequence[np.ndarray], said_n: Sequence[np.ndarray], sent_n: Sequence[Leaves], tree: Any
+    def resume(
+        self, words_n: Sequence[np.ndarray], sent_words_n: Sequence[np.ndarray], sent_n: Sequence[Leaves], tree: Any
     ) -> None:
-        """Take up what `State.more` held: notes, and an exchange that was under way, which is started again with what
-        was said then. Wishes for the end or a checkpoint were about the run before: they are fulfilled. `tree`: the
-        structure of the parameters."""
-        of = lambda words: replace(NodeMessage.of(from_words(words)), stop=0.0, save=0.0)
-        self._notes_n = [of(words) for words in notes_n]
+        """Continue from what `State.more` held. A pending exchange is started again with its original messages.
+
+        Requests to stop or save are dropped: they concerned the previous run.
+
+        Args:
+            words_n: the messages of each node of this process.
+            sent_words_n: those of the pending exchange; empty if there is none.
+            sent_n: its parameters.
+            tree: the structure of the parameters.
+        """
+        message = lambda words: replace(NodeMessage.of(from_words(words)), stop=0.0, save=0.0)
+        self._message_n = [message(words) for words in words_n]
         if sent_n:
             placed = lambda node, leaves: jax.tree.unflatten(tree, [node.put(leaf) for leaf in leaves])
             parts_n = [placed(node, leaves) for node, leaves in zip(self.nodes, sent_n, strict=True)]
-            self._send(parts_n, [of(words) for words in said_n], self._short)
+            self._send(parts_n, [message(words) for words in sent_words_n], self._compressed)
 
     def replicas(self, core_n: list[Tree], tail: Any) -> Replicas:
+        """What each worker computes with: the parameters of its node."""
         pairs = list(zip(self.nodes, core_n, strict=True))
         stack = lambda *leaf_n: self.workers.stack(
             [piece for node, leaf in zip(self.nodes, leaf_n, strict=True) for piece in node.workers.pieces(leaf)]

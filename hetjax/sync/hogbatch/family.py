@@ -21,7 +21,7 @@ from hetjax.reduce.layout import Layout
 from hetjax.reduce.update import State
 from hetjax.sampling.ranges import RangePool
 from hetjax.simulation.speeds import Simulation
-from hetjax.sync.base import Job, Sync
+from hetjax.sync.base import FitJob, Sync
 from hetjax.sync.hogbatch.coordinator import AppliedUpdate, ResumePoint
 from hetjax.sync.hogbatch.immediate import AdaptBatch, Immediate, SharedModel
 from hetjax.sync.hogbatch.merged import Merged
@@ -131,7 +131,7 @@ class Asynchronous(Sync):
     def end_of(self, sampler: Any, cursor: int, steps: int) -> int:
         return sampler.end_of(cursor, steps)
 
-    def fit(self, job: Job, state: State) -> tuple[State, History]:
+    def fit(self, job: FitJob, state: State) -> tuple[State, History]:
         state = average(state)  # another sync may have left one set of parameters per worker
         session = job.open_session(state)
         assert self.bounds is not None
@@ -183,10 +183,10 @@ class Asynchronous(Sync):
 
     # -- set-up --
 
-    def _method(self, job: Job, layout: Layout, state: State, batch_W: np.ndarray, updates_W: np.ndarray) -> Method:
+    def _method(self, job: FitJob, layout: Layout, state: State, batch_W: np.ndarray, updates_W: np.ndarray) -> Method:
         raise NotImplementedError
 
-    def _reference(self, job: Job) -> float:
+    def _reference(self, job: FitJob) -> float:
         return float(job.batch)
 
     def _keep_host_state(self, resume_point: ResumePoint, metrics: dict[str, Any]) -> None:
@@ -199,7 +199,7 @@ class Asynchronous(Sync):
             return {}
         return host
 
-    def _initial_batches(self, job: Job) -> np.ndarray:
+    def _initial_batches(self, job: FitJob) -> np.ndarray:
         bounds, workers = self.bounds, job.workers
         assert bounds is not None
         if self.batches is not None:
@@ -236,7 +236,7 @@ class Hogbatch(Asynchronous):
         super().__init__(**options)
         self.staleness_bound = None if staleness_bound is None else whole("staleness_bound", staleness_bound, 0)
 
-    def _method(self, job: Job, layout: Layout, state: State, batch_W: np.ndarray, updates_W: np.ndarray) -> Method:
+    def _method(self, job: FitJob, layout: Layout, state: State, batch_W: np.ndarray, updates_W: np.ndarray) -> Method:
         devices = job.workers.devices
         model = SharedModel(layout, job.rule(state), state.core, home_device(devices))
         return Immediate(model, devices, batch_W, updates_W, adapt=self._adapt(), bound=self.staleness_bound)
@@ -312,11 +312,11 @@ class AdaptiveSgd(Asynchronous):
             raise ValueError(f"momentum is {momentum}: expected at least 0 and below 1.")
         self.mega_batch, self.beta, self.momentum = mega_batch, beta, momentum
 
-    def _reference(self, job: Job) -> float:
+    def _reference(self, job: FitJob) -> float:
         share = job.batch / len(job.workers)
         return share if self.faithful else share / (1 - self.momentum)
 
-    def _method(self, job: Job, layout: Layout, state: State, batch_W: np.ndarray, updates_W: np.ndarray) -> Method:
+    def _method(self, job: FitJob, layout: Layout, state: State, batch_W: np.ndarray, updates_W: np.ndarray) -> Method:
         devices = job.workers.devices
         assert self.bounds is not None
         return Merged(

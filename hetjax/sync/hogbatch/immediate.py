@@ -14,7 +14,7 @@ from hetjax.engines.clocks import LocalResult
 from hetjax.reduce.layout import Layout, Parts
 from hetjax.reduce.update import Core
 from hetjax.sampling.ranges import Range
-from hetjax.sync.base import Rule
+from hetjax.sync.base import UpdateRule
 from hetjax.sync.hogbatch.method import CommitResult, WorkItem
 from hetjax.sync.hogbatch.scaling import compile_updates, run_update
 
@@ -42,7 +42,7 @@ class SharedModel:
     worker's progress is lost.
     """
 
-    def __init__(self, layout: Layout, rule: Rule, core: Core, home: jax.Device):
+    def __init__(self, layout: Layout, rule: UpdateRule, core: Core, home: jax.Device):
         self.home = home
         self.snapshot = ModelSnapshot(0, jax.device_put(core, home))
         self._update = compile_updates(layout, rule, core, [home])[home]

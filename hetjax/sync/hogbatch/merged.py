@@ -17,7 +17,7 @@ from hetjax.engines.clocks import LocalResult
 from hetjax.reduce.layout import Layout
 from hetjax.reduce.update import Core
 from hetjax.sampling.ranges import Range
-from hetjax.sync.base import Rule
+from hetjax.sync.base import UpdateRule
 from hetjax.sync.hogbatch.method import CommitResult, ReplicaUnreachable, WorkItem
 from hetjax.sync.hogbatch.rules import PUBLISHED_MOMENTUM, BatchBounds, merge_weights, moved_batches
 from hetjax.sync.hogbatch.scaling import compile_updates, run_update
@@ -55,7 +55,7 @@ class Merged:
     def __init__(
         self,
         layout: Layout,
-        rule: Rule,
+        rule: UpdateRule,
         core: Core,
         velocity: Tree,
         devices: Sequence[jax.Device],

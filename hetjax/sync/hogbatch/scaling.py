@@ -21,7 +21,7 @@ from hetjax.devices.workers import device_kind
 from hetjax.reduce.layout import HOST_SLOTS, Layout, Parts
 from hetjax.reduce.transports import apply_where_finite
 from hetjax.reduce.update import Core
-from hetjax.sync.base import Rule
+from hetjax.sync.base import UpdateRule
 
 Tree = Any
 _SLOTS = np.zeros(HOST_SLOTS, np.float32)  # times and plans do not travel with the sums here
@@ -86,7 +86,9 @@ def scale_by_batch(
     return optax.GradientTransformationExtraArgs(optimizer.init, update)
 
 
-def compile_updates(layout: Layout, rule: Rule, core: Core, devices: Sequence[jax.Device]) -> dict[jax.Device, Any]:
+def compile_updates(
+    layout: Layout, rule: UpdateRule, core: Core, devices: Sequence[jax.Device]
+) -> dict[jax.Device, Any]:
     """The program (core, a worker's sums, slots, scale, rate) -> (core, report) of each device."""
     shape = lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype))
     shapes = jax.tree.map(shape, core)

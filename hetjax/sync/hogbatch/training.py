@@ -18,7 +18,7 @@ from hetjax.engines.session import Session
 from hetjax.history import History, Record, Recorder
 from hetjax.reduce.update import State
 from hetjax.sampling.ranges import RangePool
-from hetjax.sync.base import Job
+from hetjax.sync.base import FitJob
 from hetjax.sync.hogbatch.coordinator import (
     AppliedUpdate,
     Coordinator,
@@ -56,7 +56,7 @@ class Training:
 
     def __init__(
         self,
-        job: Job,
+        job: FitJob,
         session: Session,
         state: State,
         method: Method,

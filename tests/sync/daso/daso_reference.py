@@ -1,4 +1,4 @@
-"""DASO written out in NumPy, from the paper's recursion and its corrections, without any of the package's code."""
+"""DASO in NumPy, from the paper's recursion and its corrections, without any code of the package."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 
 @dataclass
 class Reference:
-    """P nodes with SGD and momentum. `gradient(x, rows)` is the SUM over the rows of the gradients at x, and of losses.
+    """P nodes with momentum SGD. `gradient(x, rows)` returns the SUM over rows of gradients at x, and of losses.
 
-    An epoch is a list of steps, a step a list of one array of samples per node. `faithful`: all nodes count alike, they
-    average parameters where they block, nothing is received right before a send, and blending goes by the wait.
+    An epoch is a list of steps, a step a list with one array of samples per node. `faithful`: equal weights, nodes
+    average parameters where they block, nothing is received right before a send, and blending uses the planned wait.
     """
 
     gradient: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, float]]
@@ -27,15 +27,18 @@ class Reference:
     pending: tuple[int, np.ndarray, list[np.ndarray]] | None = None
 
     def start(self, x: np.ndarray) -> Reference:
+        """Put all nodes at x."""
         self.x, self.m = [x.copy() for _ in range(self.nodes)], [np.zeros_like(x) for _ in range(self.nodes)]
-        self.batch, self.made = np.zeros(self.nodes), np.zeros(self.nodes)
+        self.samples, self.steps, self.batch = (np.zeros(self.nodes) for _ in range(3))
         return self
 
     def weights(self) -> np.ndarray:
+        """By samples per step since the last exchange, or earlier for a node without steps since then."""
         if self.faithful:
             return np.full(self.nodes, 1 / self.nodes)
-        per_step = self.batch / self.made
-        return per_step / per_step.sum()
+        some = self.steps > 0
+        self.batch[some] = self.samples[some] / self.steps[some]
+        return self.batch / self.batch.sum()
 
     def update(self, j: int, g: np.ndarray) -> None:
         self.m[j] = self.momentum * self.m[j] + g
@@ -50,40 +53,40 @@ class Reference:
             if self.blend == "delta":
                 self.x[j] = self.x[j] + mean - sent[j]
             else:
-                late = min(b - sent_at, wait) if self.faithful else b - sent_at
-                self.x[j] = (2 * late * self.x[j] + self.nodes * mean) / (2 * late + self.nodes)
+                staleness = min(b - sent_at, wait) if self.faithful else b - sent_at
+                self.x[j] = (2 * staleness * self.x[j] + self.nodes * mean) / (2 * staleness + self.nodes)
         self.pending = None
 
-    def epoch(self, steps: list[list[np.ndarray]], gs: int, wait: int) -> float:
-        """One epoch with a global skip and a wait; its mean loss."""
+    def epoch(self, steps: list[list[np.ndarray]], skip: int, wait: int, complete: bool = True) -> float:
+        """One epoch, or its beginning if not `complete`; wait = 0 blocks on every exchange. Returns the mean loss."""
         loss = samples = 0.0
-        self.batch[:] = self.made[:] = 0
+        self.samples[:] = self.steps[:] = 0
         for b, parts in enumerate(steps):
-            last = b == len(steps) - 1
+            last = complete and b == len(steps) - 1
             sums = [self.gradient(x, rows) if len(rows) else (0.0, 0.0) for x, rows in zip(self.x, parts, strict=True)]
-            loss, samples = loss + sum(told for _, told in sums), samples + sum(map(len, parts))
-            if gs == 0 and not self.faithful:
+            loss, samples = loss + sum(own for _, own in sums), samples + sum(map(len, parts))
+            if skip == 0 and not self.faithful:
                 for j in range(self.nodes):
                     self.update(j, sum(g for g, _ in sums) / sum(map(len, parts)))
                 continue
             for j, (g, _) in enumerate(sums):
                 if len(parts[j]):
                     self.update(j, g / len(parts[j]))
-                    self.batch[j], self.made[j] = self.batch[j] + len(parts[j]), self.made[j] + 1
-            send = last or gs == 0 or b % gs == 0
-            slips = self.faithful and not send and (b + 1) % gs == 0
-            due = self.pending is not None and (send or (b - self.pending[0] >= wait and not slips))
+                    self.samples[j], self.steps[j] = self.samples[j] + len(parts[j]), self.steps[j] + 1
+            send = last or skip == 0 or b % skip == 0
+            skipped = self.faithful and not send and (b + 1) % skip == 0
+            due = self.pending is not None and (send or (b - self.pending[0] >= wait and not skipped))
             if send:
                 if due and self.blend == "delta":
                     self.receive(b, wait)
                 sent = [x.copy() for x in self.x]
                 fresh = (b, self.mean(sent), sent)
                 self.weights_sent = self.weights()
-                self.batch[:] = self.made[:] = 0
+                self.samples[:] = self.steps[:] = 0
                 if due and self.blend != "delta":
                     self.receive(b, wait)
                 self.pending = fresh
-                if last or gs == 0:
+                if last or wait == 0:
                     self.x = [fresh[1].copy() for _ in range(self.nodes)]
                     self.pending = None
             elif due:

@@ -1,4 +1,4 @@
-"""Two problems whose gradients are written out by hand, trained by the package and by the reference."""
+"""Two problems with hand-written gradients, for the package and for the reference; and nodes fed step by step."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hetjax.reduce.base import own_slots
 from hetjax.reduce.layout import Layout, StepSums
 from hetjax.reduce.update import State
 from hetjax.sampling.order import Sampler, Span
-from hetjax.sync.base import Rule, Setting
+from hetjax.sync.base import SyncContext, UpdateRule
 from hetjax.sync.daso import Daso
 
 SAMPLES, BATCH = 44, 8  # five steps of eight and one of four
 
 
 class Fixed:
-    """A controller that splits every full step alike and the short one in proportion."""
+    """A controller with fixed counts for full steps, and proportional ones for the short last step."""
 
     name = "fixed"
 
@@ -46,7 +46,7 @@ class Fixed:
 
 
 def quadratic(seed=0, size=3):
-    """Half the squared distance to the samples, with a curvature for every coordinate."""
+    """Half the squared distance to the samples, with a curvature per coordinate."""
     rng = np.random.default_rng(seed)
     center, curve = rng.normal(size=(SAMPLES, size)), np.array([1.0, 0.5, 2.0])[:size]
 
@@ -61,15 +61,15 @@ def quadratic(seed=0, size=3):
 
 
 def tanh_net(seed=0, inputs=4, hidden=3):
-    """y = v tanh(U z), squared error; parameters in one vector for the reference."""
+    """y = v tanh(U z) with squared error; the reference has all parameters in one vector."""
     rng = np.random.default_rng(seed)
     z, y = rng.normal(size=(SAMPLES, inputs)), rng.normal(size=SAMPLES)
     x0 = rng.normal(size=hidden * inputs + hidden) / 2
     cut = hidden * inputs
 
     def loss_fn(params, batch, keys):
-        told = jnp.tanh(batch["z"] @ params["u"].T) @ params["v"]
-        return 0.5 * (told - batch["y"]) ** 2
+        predicted = jnp.tanh(batch["z"] @ params["u"].T) @ params["v"]
+        return 0.5 * (predicted - batch["y"]) ** 2
 
     def gradient(x, rows):
         u, v = x[:cut].reshape(hidden, inputs), x[cut:]
@@ -86,7 +86,7 @@ def flat(params):
 
 
 def per_node(params, nodes):
-    """Stacked parameters as one vector for each node."""
+    """Stacked parameters as one vector per node."""
     return [flat([leaf[j] for leaf in jax.tree.leaves(params)]) for j in range(nodes)]
 
 
@@ -104,43 +104,46 @@ def node_parts(epoch, counts, sizes, seed=0):
 
 
 class Driven:
-    """Nodes of one worker each, moved by gradients that the test gives, without a trainer. Every step has 4 samples
-    of the epoch's order, whatever the nodes take of them."""
+    """Nodes of one worker each, fed with gradients by the test, without a trainer.
+
+    Every step spans 4 samples of the epoch, independent of how many the nodes report.
+    """
 
     def __init__(self, x, optimizer, samples, nodes=4, epochs=100, **options):
         workers = Workers.of(jax.devices()[:nodes])
         self.layout = Layout.of(jax.ShapeDtypeStruct(x.shape, x.dtype), (), ())
-        rule, end = Rule(optimizer, None, None), epochs * samples
-        self.setting = Setting(workers, self.layout, rule, "auto", 4, samples=samples, end=end)
+        rule, end = UpdateRule(optimizer, None, None), epochs * samples
+        self.context = SyncContext(workers, self.layout, rule, "auto", 4, samples=samples, end=end)
         self.options = {"nodes": nodes, **options}
         self.sync = Daso(**self.options)
         self.samples, self.cursor = samples, 0
-        self.reduce = Holder(self.sync.open(self.setting, State(jnp.asarray(x), None, optimizer.init(x), None)))
+        self.reduce = Holder(self.sync.open(self.context, State(jnp.asarray(x), None, optimizer.init(x), None)))
 
     def reopen(self):
-        """Go on from what a checkpoint would hold."""
+        """Continue from what a checkpoint would hold."""
         state = jax.tree.map(np.array, self.reduce.state(self.cursor // 4, self.cursor))
         saved = self.sync.state_dict()
         self.sync = Daso(**self.options)
         self.sync.load_state_dict(saved)
-        self.reduce = Holder(self.sync.open(self.setting, state))
+        self.reduce = Holder(self.sync.open(self.context, state))
 
     @property
     def x(self):
         """The parameters of each node."""
         return [np.asarray(leaves[0])[0] for leaves in self.reduce.replicas().leaves_w]
 
-    def step(self, told, stop=False):
-        """One step, given for every node the sum of gradients and the number of samples in it."""
-        laps = []
-        for device, (gradient, count) in zip(self.reduce.workers.devices, told, strict=True):
+    def step(self, sums, stop=False):
+        """One step, given the sum of gradients and the number of samples of every node."""
+        results = []
+        for device, (gradient, count) in zip(self.reduce.workers.devices, sums, strict=True):
             zero, number = jnp.zeros(()), jnp.asarray(float(count))
-            sums = StepSums(jnp.asarray(gradient), (), zero, number, number, {})
-            parts = tuple(jax.device_put(np.asarray(part)[None], device) for part in self.layout.pack(sums))
-            laps.append(LocalResult(parts, count, 0.0, 1.0))
+            step_sums = StepSums(jnp.asarray(gradient), (), zero, number, number, {})
+            parts = tuple(jax.device_put(np.asarray(part)[None], device) for part in self.layout.pack(step_sums))
+            results.append(LocalResult(parts, count, 0.0, 1.0))
         epoch, start = divmod(self.cursor, self.samples)
         self.cursor += 4
-        self.reduce.step(laps, [own_slots(1.0, lap.rows, 0, stop) for lap in laps], Span(epoch, start, start + 4))
+        slots = [own_slots(1.0, result.rows, 0, stop) for result in results]
+        self.reduce.step(results, slots, Span(epoch, start, start + 4))
         self.reduce.report()
 
 

@@ -1,4 +1,4 @@
-"""One node of runs over two processes, as a program: node_process.py FOLDER. What it saw goes there."""
+"""One node of runs over two processes: node_process.py FOLDER. Writes the result of every job to that folder."""
 
 import json
 import logging
@@ -10,7 +10,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "sup
 
 from hetjax.fleet.distributed import initialize, leave  # noqa: E402
 
-place = initialize(start_limit=60, wait_limit=60)
+info = initialize(start_limit=60, wait_limit=60)
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
@@ -24,8 +24,8 @@ from hetjax.simulation.speeds import constant  # noqa: E402
 from hetjax.sync.daso import Daso  # noqa: E402
 
 OPTIONS = {"warm_up": 1, "cool_down": 1, "stability": 0.9, "max_skip": 4, "wire": "full", "wait": "paper"}
-EPOCHS, WORKERS = 6, len(jax.local_devices()) - 1  # a device carries the exchanges
-BYTES = 15 * 2  # of the network's parameters, in 16 bits, between two nodes
+EPOCHS, WORKERS = 6, len(jax.local_devices()) - 1  # one device carries the exchanges
+BYTES = 15 * 2  # sent by one of two nodes for 15 parameters in 16 bits
 
 
 def made(sync, controller="equal", rungs=(1, 8), **options):
@@ -39,13 +39,13 @@ def made(sync, controller="equal", rungs=(1, 8), **options):
 
 
 def run(sync, epochs=EPOCHS, hook=None, poisoned=None, **options):
-    """A whole run: what its records say, and the parameters at the end."""
+    """A whole run: its records, its exchanges, and the parameters at the end."""
     trainer, data, state = made(sync, **options)
     if poisoned is not None:
         data["y"][poisoned] = np.nan
     records = []
 
-    def tell(record, state):
+    def keep(record, state):
         records.append({
             "step": record.step, "epoch": record.epoch, "loss": record.loss, "counts": record.counts_W.tolist(),
             "metrics": record.metrics,
@@ -54,28 +54,28 @@ def run(sync, epochs=EPOCHS, hook=None, poisoned=None, **options):
             hook(trainer, record)
 
     with trainer:
-        state, _ = trainer.fit(state, data, epochs=epochs, hooks=[tell])
+        state, _ = trainer.fit(state, data, epochs=epochs, hooks=[keep])
         tested = trainer.evaluate(state, data)["loss"]
         answer = flat(trainer.answer(state).params).tolist()
     journal = [entry._asdict() for entry in sync.reduce.journal]
-    found = {"records": records, "answer": answer, "journal": journal, "cursor": state.cursor, "step": state.step}
-    return found | {"tested": tested}
+    result = {"records": records, "answer": answer, "journal": journal, "cursor": state.cursor, "step": state.step}
+    return result | {"tested": tested}
 
 
 def whole(folder):
     return run(Daso(between="equal", **OPTIONS))
 
 
-def stopped(folder, asked=5):
-    """Node 1 asks for the end, which comes while an exchange is under way; both save, and go on in a new trainer."""
+def stopped(folder, requested=5):
+    """Node 1 requests the end, which comes while an exchange is pending; both save, and resume in a new trainer."""
     trainer, data, state = made(Daso(between="equal", **OPTIONS))
     with trainer:
-        ask = lambda record, state: trainer.stop() if record.step == asked and place.process == 1 else None
-        state, first = trainer.fit(state, data, epochs=EPOCHS, hooks=[ask])
-        checkpoint.save(folder / f"saved-{asked}", state, trainer)
+        stop = lambda record, state: trainer.stop() if record.step == requested and info.process == 1 else None
+        state, first = trainer.fit(state, data, epochs=EPOCHS, hooks=[stop])
+        checkpoint.save(folder / f"saved-{requested}", state, trainer)
     trainer, data, fresh = made(Daso(between="equal", **OPTIONS))
     with trainer:
-        found = checkpoint.restore_latest(folder / f"saved-{asked}", fresh, trainer)
+        found = checkpoint.restore_latest(folder / f"saved-{requested}", fresh, trainer)
         pending = "sent" in found.state.more
         state, second = trainer.fit(found.state, data, stop_at=EPOCHS * SAMPLES)
         answer = flat(trainer.answer(state).params).tolist()
@@ -83,16 +83,16 @@ def stopped(folder, asked=5):
 
 
 def stopped_between(folder):
-    """The wish goes along with the first exchange of an epoch; the end comes two steps later."""
-    return stopped(folder, asked=6)
+    """The request is sent with the first exchange of an epoch; the end comes two steps later."""
+    return stopped(folder, requested=6)
 
 
-def refused(folder):
-    """What both nodes are told before the first step."""
+def rejected(folder):
+    """The errors that both nodes raise before the first step."""
     last = {device.process_index: device for device in jax.devices()}
-    told = []
+    messages = []
     for sync, options in (
-        (Daso(**OPTIONS), {"seed": place.process}),
+        (Daso(**OPTIONS), {"seed": info.process}),
         (Daso(nodes=2), {}),
         (Daso(), {"devices": list(last.values())}),
         (Daso(), {"capacity": 1}),
@@ -100,18 +100,18 @@ def refused(folder):
         try:
             run(sync, **options)
         except ValueError as error:
-            told.append(str(error))
-    return told
+            messages.append(str(error))
+    return messages
 
 
 def narrow(folder):
-    """Node 1 can take two samples a step, and would get four."""
-    return run(Daso(between="equal", warm_up=0), epochs=1, capacity=[8, 2][place.process])
+    """Node 1 has a capacity of two samples per step; its equal share would be four."""
+    return run(Daso(between="equal", warm_up=0), epochs=1, capacity=[8, 2][info.process])
 
 
 def apart(folder):
-    """Ended inside an epoch, with 6 and 2 samples a step: what this node holds, and what is made of both."""
-    trainer, data, state = made(Daso(between="equal", warm_up=0), capacity=[8, 2][place.process])
+    """Ended within an epoch, with 6 and 2 samples per step: the parameters of this node, and the answer."""
+    trainer, data, state = made(Daso(between="equal", warm_up=0), capacity=[8, 2][info.process])
     with trainer:
         state, _ = trainer.fit(state, data, steps=3)
         own = flat([x.addressable_data(0)[0] for x in jax.tree.leaves(state.params)])
@@ -119,13 +119,13 @@ def apart(folder):
 
 
 def altered(folder):
-    """Node 1 forgets where it is, in three ways, each in a run of its own: what both are told then."""
-    told = []
+    """The state of node 1 is altered in three ways, in a run each: the errors on both nodes."""
+    messages = []
     for what in ("schedule", "rates", "counts"):
 
         def alter(trainer, record, what=what):
             sync = trainer.sync
-            if place.process == 0 or record.step != 8:
+            if info.process == 0 or record.step != 8:
                 return
             if what == "schedule":
                 sync.schedule.plateau.bad += 1
@@ -139,48 +139,66 @@ def altered(folder):
         try:
             run(Daso(**OPTIONS), hook=alter, speeds=Simulation(constant([1.0] * WORKERS), row_time=0.002))
         except Disagreement as error:
-            told.append(str(error))
-    return told
+            messages.append(str(error))
+    return messages
 
 
 def poisoned(folder):
-    """A sample that is not finite, for one of the nodes."""
-    said, handler = [], logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
+    """A sample that is not finite, on one of the nodes: the warnings about it."""
+    messages, handler = [], logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("hetjax").addHandler(handler)
     run(Daso(between="equal", warm_up=0), epochs=1, poisoned=0, on_nonfinite="skip")
-    return [text for text in said if "NaN" in text]
+    return [message for message in messages if "NaN" in message]
 
 
 def overlapping(folder):
-    """Steps of 40 ms and more; exchanges that a simulated link makes last longer than several of them."""
+    """Steps of at least 40 ms, and a simulated link on which an exchange takes several of them."""
     sync = Daso(warm_up=0, cool_down=0, between="equal", link=8 * BYTES / 0.3)
     return run(sync, epochs=2, speeds=Simulation(constant([1] * WORKERS), row_time=0.02))
 
 
 def paced(folder):
-    """Node 1 is half as fast: first the same steps with other samples, then steps in proportion."""
-    speed = [1.0, 0.5][place.process]
+    """Node 1 is half as fast: first the same steps with fewer samples, then fewer steps."""
+    speed = [1.0, 0.5][info.process]
     sync = Daso(warm_up=1, cool_down=0, between="steps")
     return run(sync, epochs=3, speeds=Simulation(constant([speed] * WORKERS), row_time=0.02))
 
 
 def inside(folder):
-    """Node 0 has workers of speeds 1 and 1/4, node 1 one of 1/4: samples between the nodes and in them by speed."""
+    """Node 0 has workers of speeds 1 and 1/4, node 1 one of 1/4: samples follow speed between nodes and within."""
     sync = Daso(warm_up=0, cool_down=0)
-    speeds = Simulation(constant([1.0, 0.25] if place.process == 0 else [0.25]), row_time=0.02)
+    speeds = Simulation(constant([1.0, 0.25] if info.process == 0 else [0.25]), row_time=0.02)
     return run(sync, epochs=4, controller="balanced", rungs=(1, 2, 4), speeds=speeds)
 
 
-def late(folder):
-    """Node 1 stands still for a while."""
-    pause = lambda trainer, record: time.sleep(1.5) if record.step == 8 and place.process == 1 else None
-    return run(Daso(between="equal", **OPTIONS), hook=pause)
+def wait_until(condition, limit=30):
+    until = time.monotonic() + limit
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.02)
 
 
-def lost(folder):
-    """Node 1 stands still for longer than anybody waits. Comes last, as it leaves exchanges behind."""
-    pause = lambda trainer, record: time.sleep(4) if record.step == 8 and place.process == 1 else None
+def straggler(folder):
+    """Node 1 pauses until node 0 has entered an exchange without it; which nodes are missing from it then."""
+    missing = []
+
+    def pause(trainer, record):
+        if record.step == 8 and info.process == 1:
+            progress = trainer.sync.reduce.exchange.progress
+            following = progress.last(1) + 1
+            wait_until(lambda: progress.last(0) == following)
+            missing.extend(progress.missing(following))
+
+    return run(Daso(between="equal", **OPTIONS), hook=pause) | {"missing": missing}
+
+
+def timed_out(folder):
+    """Node 1 pauses until node 0 has given up on it. The last job, as it leaves exchanges behind."""
+
+    def pause(trainer, record):
+        if record.step == 8 and info.process == 1:
+            wait_until((folder / "timed_out-0.json").exists)
+
     try:
         run(Daso(between="equal", wait_limit=1.0, **OPTIONS), hook=pause)
     except TimeoutError as error:
@@ -190,12 +208,9 @@ def lost(folder):
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    quick = whole, stopped, stopped_between, refused, narrow, apart, altered, poisoned
-    for job in (*quick, overlapping, paced, inside, late, lost):
+    quick = whole, stopped, stopped_between, rejected, narrow, apart, altered, poisoned
+    for job in (*quick, overlapping, paced, inside, straggler, timed_out):
         result = job(folder)
-        (folder / f"{job.__name__}-{place.process}.json").write_text(json.dumps(result))
-    other = folder / f"{lost.__name__}-{1 - place.process}.json"
-    until = time.monotonic() + 30
-    while not other.exists() and time.monotonic() < until:  # whoever left first would end the other
-        time.sleep(0.05)
+        (folder / f"{job.__name__}-{info.process}.json").write_text(json.dumps(result))
+    wait_until((folder / f"timed_out-{1 - info.process}.json").exists)  # leaving first would end the other
     leave(0, together=False)

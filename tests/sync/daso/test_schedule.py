@@ -1,16 +1,17 @@
-"""DASO's schedule against sequences written by hand. G gradients, S send, Rn receive n steps late, B block."""
+"""DASO's schedule against hand-written sequences: G sum gradients, S send, Rn receive with staleness n, B block."""
 
 import json
 import math
 
 import pytest
 
-from hetjax.sync.daso.schedule import Act, DasoSchedule, Plateau
+from hetjax.sync.daso.schedule import DasoSchedule, Plateau, StepActions
 
 
-def letters(act: Act) -> str:
-    received = f"R{act.receive}" if act.receive else ""
-    return f"{'G' if act.gradients else ''}{'S' if act.send else ''}{received}{'B' if act.block else ''}" or "-"
+def letters(actions: StepActions) -> str:
+    received = f"R{actions.receive}" if actions.receive else ""
+    gradients, send, block = actions.sum_gradients * "G", actions.send * "S", actions.block * "B"
+    return f"{gradients}{send}{received}{block}" or "-"
 
 
 def epoch(schedule: DasoSchedule, steps: int) -> str:
@@ -44,7 +45,7 @@ def test_steps_of_an_epoch(skip, wait, steps, expected):
     ("skip", "wait", "steps", "expected"),
     [
         (4, 1, 10, "S R1 - - S R1 - - S SR1B"),
-        (2, 1, 7, "S - SR1 - SR1 - SR1B"),  # the slip: two steps late, blended as if it were one
+        (2, 1, 7, "S - SR1 - SR1 - SR1B"),  # received after two steps, blended as if after one
         (1, 1, 4, "S SR1 SR1 SR1B"),
         (8, 2, 10, "S - R2 - - - - - S SR1B"),
         (0, 0, 3, "SB SB SB"),  # parameters and not gradients, even in the blocking phases
@@ -55,12 +56,12 @@ def test_steps_as_published(skip, wait, steps, expected):
 
 
 @pytest.mark.parametrize(
-    ("needs", "expected"),
+    ("steps", "expected"),
     [(1, "S R1 - - S R1 - - S SR1B"), (2, "S - R2 - S - R2 - S SR1B"), (9, "S - - - SR4 - - - SR4 SR1B")],
 )
-def test_a_slow_exchange_is_received_later(needs, expected):
+def test_a_slow_exchange_is_received_later(steps, expected):
     schedule = cycling(4, 1)
-    schedule.needs = needs
+    schedule.exchange_steps = steps
     assert epoch(schedule, 10) == expected
 
 
@@ -68,16 +69,16 @@ def test_blocking_phases_sum_gradients():
     assert epoch(DasoSchedule(warm_up=1), 3) == "G G G"
 
 
-def test_without_overlap_it_is_local_sgd_with_as_many_exchanges():
+def test_without_overlap_it_is_local_sgd_with_the_same_number_of_exchanges():
     schedule, control = (DasoSchedule(warm_up=0, cool_down=0, overlap=overlap) for overlap in (True, False))
     assert epoch(control, 10) == "SB - - - SB - - - SB SB"
     assert epoch(schedule, 10).count("S") == 4
 
 
-def test_the_cycle_of_skips_by_hand():
+def test_cycle_of_skips():
     """warm_up 2, cool_down 2 of 22 epochs; the loss falls, then stays: 4 -> 2 -> 1 -> 8 -> 4."""
     schedule = DasoSchedule(warm_up=2, cool_down=2, total=22)
-    losses = [3.0, 2.5, 2.0, 1.5, 1.0] + [0.99] * 17  # 1% is no improvement
+    losses = [3.0, 2.5, 2.0, 1.5, 1.0] + [0.99] * 17  # 1% is below the threshold
     seen = []
     for loss in losses:
         seen.append((schedule.skip, schedule.wait))
@@ -95,7 +96,7 @@ def test_a_falling_loss_keeps_the_skip():
     assert schedule.skip == 4
 
 
-def test_plateau_counts_more_than_patience():
+def test_plateau_is_reached_after_more_than_patience_epochs():
     plateau = Plateau()
     assert [plateau.stable(loss) for loss in (1.0, 0.96, 0.96, 0.96, 0.96, 0.96, 0.9, 0.9)] == (
         [False, False, False, True, False, False, False, False]
@@ -107,20 +108,20 @@ def test_plateau_counts_more_than_patience():
     assert not Plateau().stable(math.nan)
 
 
-def test_short_runs_and_edges():
+def test_short_and_extended_runs():
     schedule = DasoSchedule(warm_up=0, cool_down=0, max_skip=2)
     assert (schedule.skip, schedule.wait) == (2, 1)
     only_blocking = DasoSchedule(warm_up=1, cool_down=1, total=2)
     only_blocking.end_epoch(1.0)
     assert only_blocking.skip == 0
-    longer = DasoSchedule(warm_up=1, cool_down=1, total=2)  # a run that is prolonged after its cool-down cycles again
+    longer = DasoSchedule(warm_up=1, cool_down=1, total=2)  # a run extended after its cool-down cycles again
     longer.end_epoch(1.0)
     longer.total = 9
     longer.end_epoch(1.0)
     assert longer.skip == 4
 
 
-def test_it_goes_on_from_its_state_in_any_step():
+def test_resumes_from_its_state_after_any_step():
     def whole(schedule, until, plan):
         seen = []
         for e, steps in enumerate(plan):
@@ -136,10 +137,10 @@ def test_it_goes_on_from_its_state_in_any_step():
     plan = [7, 9, 8, 6, 9, 7, 7]
     make = lambda: DasoSchedule(warm_up=1, cool_down=1, total=len(plan))
     expected = whole(make(), -1, plan)
-    assert all(whole(make(), place, plan) == expected for place in range(sum(plan)))
+    assert all(whole(make(), step, plan) == expected for step in range(sum(plan)))
 
 
 @pytest.mark.parametrize("wrong", [{"warm_up": -1}, {"cool_down": -1}, {"max_skip": 0}, {"stability": 1.0}])
-def test_nonsense_is_refused(wrong):
+def test_invalid_options_are_rejected(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         DasoSchedule(**wrong)

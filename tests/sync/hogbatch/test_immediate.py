@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hetjax.reduce.layout import Layout
 from hetjax.sampling.ranges import Range
-from hetjax.sync.base import Rule
+from hetjax.sync.base import UpdateRule
 from hetjax.sync.hogbatch.family import home_device
 from hetjax.sync.hogbatch.immediate import Immediate, SharedModel
 from hetjax.sync.hogbatch.method import WorkItem
@@ -30,7 +30,7 @@ def model(optimizer=None):
     optimizer = optimizer or optax.sgd(1.0)
     params = {"w": jnp.zeros(3)}
     return SharedModel(
-        LAYOUT, Rule(optimizer, None, None), (params, None, optimizer.init(params), None), jax.devices()[0]
+        LAYOUT, UpdateRule(optimizer, None, None), (params, None, optimizer.init(params), None), jax.devices()[0]
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 from async_problem import packed_sums
 
 from hetjax.reduce.layout import Layout
-from hetjax.sync.base import Rule
+from hetjax.sync.base import UpdateRule
 from hetjax.sync.hogbatch.immediate import SharedModel
 from hetjax.sync.hogbatch.scaling import is_homogeneous, scale_by_batch
 
@@ -22,7 +22,7 @@ def params_after(optimizer, batches, zero_batches=0):
     layout = Layout.of({"w": jax.ShapeDtypeStruct((size,), np.float32)}, (), ())
     params = {"w": jnp.zeros(size)}
     core = params, None, optimizer.init(params), None
-    shared = SharedModel(layout, Rule(optimizer, None, None), core, jax.devices()[0])
+    shared = SharedModel(layout, UpdateRule(optimizer, None, None), core, jax.devices()[0])
     tail = [(np.zeros(size), batch) for batch in (16, 256) * (zero_batches // 2)]
     for gradient_K, batch in [*zip(np.eye(size), batches, strict=True), *tail]:
         shared.apply(packed_sums(layout, batch * gradient_K, batch), batch / REFERENCE)
