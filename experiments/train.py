@@ -36,8 +36,8 @@ from hetjax.launch import heartbeat
 from hetjax.launch.heartbeat import Heartbeat
 from hetjax.nonfinite import NonFiniteError
 from hetjax.presets import Choice, choose
-from hetjax.reduce.update import State
 from hetjax.simulation.speeds import Simulation
+from hetjax.state import State
 from hetjax.trainer import Trainer
 
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"

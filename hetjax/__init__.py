@@ -1,4 +1,4 @@
-"""hetjax: data-parallel JAX training on devices of unequal and changing speed, all of them kept busy."""
+"""hetjax: data-parallel JAX training on devices of unequal and changing speed, with all of them kept busy."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from hetjax.engines import Auto, Chunked, Looped, Masked
     from hetjax.history import History, Record
     from hetjax.nonfinite import NonFiniteError
-    from hetjax.pipeline import LiveState
     from hetjax.planning.allocation import solve
-    from hetjax.reduce.update import State, running_average
+    from hetjax.reduce.update import running_average
     from hetjax.report.hooks import Progress
     from hetjax.simulation.speeds import Simulation
+    from hetjax.state import LiveState, State
     from hetjax.step import Step
     from hetjax.trainer import Trainer
 
-# Loaded when first used, so that planning (hetjax.planning) never pulls JAX in.
+# Loaded on first use, so that planning and the launcher start without JAX.
 _HOME = {
     "Auto": "hetjax.engines",
     "BatchNorm": "hetjax.adapters.batch_norm",
@@ -31,14 +31,14 @@ _HOME = {
     "FlaxModel": "hetjax.adapters.flax_models",
     "History": "hetjax.history",
     "LinenBatchNorm": "hetjax.adapters.batch_norm",
-    "LiveState": "hetjax.pipeline",
+    "LiveState": "hetjax.state",
     "Looped": "hetjax.engines",
     "Masked": "hetjax.engines",
     "NonFiniteError": "hetjax.nonfinite",
     "Progress": "hetjax.report.hooks",
     "Record": "hetjax.history",
     "Simulation": "hetjax.simulation.speeds",
-    "State": "hetjax.reduce.update",
+    "State": "hetjax.state",
     "Step": "hetjax.step",
     "Trainer": "hetjax.trainer",
     "fake_devices": "hetjax.devices.fake",

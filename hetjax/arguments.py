@@ -1,4 +1,4 @@
-"""Checks of single arguments: a wrong one is refused with a sentence that names it, before anything is dispatched."""
+"""Checks of single arguments, before anything is dispatched; errors name the argument."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 
 import numpy as np
 
-MOST_SAMPLES = 2**31 - 1  # of a step: counts and positions are 32-bit integers on the devices
-MOST_SEED = 2**32 - 1  # a key is made from 32 bits of a seed; seeds beyond would repeat others
+MOST_SAMPLES = 2**31 - 1  # in a step: counts and positions are 32-bit integers on the devices
+MOST_SEED = 2**32 - 1  # keys use 32 bits of a seed; larger seeds would repeat smaller ones
 
 
 def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
     """Check that an argument is a whole number.
 
     Args:
-      name: What the argument is called where it was given, for the error.
-      value: A Python or NumPy integer. A bool is none, although Python counts with it.
-      least: The smallest value allowed.
-      most: The largest value allowed, if there is one.
+        name: name of the argument, for the error.
+        value: a Python or NumPy integer; a bool is refused.
+        least: minimum.
+        most: maximum. Default: none.
 
     Returns:
-      The value as a Python int.
+        The value as a Python int.
 
     Raises:
-      TypeError: If it is not an integer.
-      ValueError: If it is out of range.
+        TypeError: if it is not an integer.
+        ValueError: if it is out of range.
     """
     expected = f"expected a whole number of at least {least:,}" + ("" if most is None else f" and at most {most:,}")
     try:
@@ -42,20 +42,20 @@ def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
 
 
 def number(name: str, value: Any, *, least: float | None = None, above: float | None = None) -> float:
-    """Check that an argument is a finite number, of at least `least` or above `above`.
+    """Check that an argument is a finite number.
 
     Args:
-      name: What the argument is called where it was given, for the error.
-      value: A Python or NumPy number.
-      least: The smallest value allowed, if there is one.
-      above: What the value must exceed, if anything.
+        name: name of the argument, for the error.
+        value: a Python or NumPy number.
+        least: minimum. Default: none.
+        above: exclusive lower bound. Default: none.
 
     Returns:
-      The value as a Python float.
+        The value as a Python float.
 
     Raises:
-      TypeError: If it is not a number.
-      ValueError: If it is out of range, NaN or infinite.
+        TypeError: if it is not a number.
+        ValueError: if it is out of range, NaN or infinite.
     """
     expected = "expected a finite number"
     expected += "" if least is None else f" of at least {least:g}"
@@ -67,8 +67,14 @@ def number(name: str, value: Any, *, least: float | None = None, above: float | 
     return float(value)
 
 
+def check_function(name: str, value: Any) -> None:
+    """Check that an optional argument is a function or None."""
+    if value is not None and not callable(value):
+        raise TypeError(f"{name} is {value!r}: expected a function, or None for the default.")
+
+
 def check_hooks(hooks: Any) -> None:
-    """Refuse hooks that cannot be called, before the first step is made."""
+    """Check that hooks are a list of functions."""
     if not isinstance(hooks, Iterable):
         raise TypeError(f"hooks is {hooks!r}: expected a list of functions of (record, state).")
     for hook in hooks:
@@ -77,9 +83,9 @@ def check_hooks(hooks: Any) -> None:
 
 
 def check_batch_size(batch_size: int, samples: int) -> None:
-    """Refuse a step that would be more than an epoch: it would be cut to the samples there are without a word."""
+    """Refuse a batch larger than the epoch, which would silently be cut."""
     if batch_size > samples > 0:
         raise ValueError(
-            f"batch_size is {batch_size:,}, but the source has {samples:,} samples, each of which comes once in an "
+            f"batch_size is {batch_size:,}, but the source has {samples:,} samples, and each is used once per "
             f"epoch. Give at most {samples:,}."
         )

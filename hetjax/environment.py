@@ -1,11 +1,11 @@
-"""The environment variables by which a launcher tells a process who it is."""
+"""Environment variables that a launcher sets for the processes it starts."""
 
-COORDINATOR = "HETJAX_COORDINATOR"  # HOST:PORT where process 0 is met
+COORDINATOR = "HETJAX_COORDINATOR"  # HOST:PORT at which processes reach process 0
 BIND = "HETJAX_BIND"  # HOST:PORT that process 0 listens on
-PROCESSES = "HETJAX_PROCESSES"  # how many there are
-PROCESS = "HETJAX_PROCESS"  # which one this is, from 0
-LOST = "HETJAX_LOST"  # first numbers of the processes an elastic run goes on without, such as 0,2; not set with all
-HEARTBEAT = "HETJAX_HEARTBEAT"  # the folder of the heartbeats
-PROGRAMS = "HETJAX_COMPILATION_CACHE_DIR"  # the directory of compiled programs, see devices/program_store.py
-RESTART = "HETJAX_RESTART"  # how often the run was started again; not set the first time
-STARTED = "HETJAX_STARTED"  # where the launcher added --resume: when it began, in seconds since 1970
+PROCESSES = "HETJAX_PROCESSES"  # number of processes
+PROCESS = "HETJAX_PROCESS"  # index of this process, from 0
+LOST = "HETJAX_LOST"  # original indices of lost processes, such as 0,2, in an elastic run; unset while all are alive
+HEARTBEAT = "HETJAX_HEARTBEAT"  # folder of the heartbeats
+PROGRAMS = "HETJAX_COMPILATION_CACHE_DIR"  # folder of compiled programs, see devices/compile.py
+RESTART = "HETJAX_RESTART"  # number of restarts of the run; unset the first time
+STARTED = "HETJAX_STARTED"  # start of the launcher, in seconds since 1970, where it added --resume

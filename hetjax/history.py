@@ -1,8 +1,9 @@
-"""What a run leaves behind: one record a step, hooks that see them, and a summary."""
+"""The history of a run: one record per step, hooks that receive them, and a summary."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,30 +18,54 @@ if TYPE_CHECKING:
     from hetjax.reduce.layout import StepReport
     from hetjax.sampling.order import PlannedStep
 
+log = logging.getLogger("hetjax")
+
 
 @dataclass(frozen=True)
 class Record:
-    """One finished step."""
+    """One finished step. Arrays ending in `_W` have one entry per worker.
+
+    Attributes:
+        step: number of the step, from 1.
+        epoch: its epoch, from 0.
+        loss: mean loss over the global batch.
+        metrics: mean of each metric over the global batch.
+        counts_W: samples of each worker.
+        rows_W: rows that each worker computed, padding included.
+        times_W: seconds of each worker's local phase; NaN without samples, or where the step was not timed.
+        step_time: seconds from the end of the previous step to the end of this one.
+        seconds: seconds since the start of the run.
+        samples: samples since the start of the run.
+        changed: whether the plan changed with this step.
+        reason: why it changed.
+        nonfinite: workers whose loss, gradient or update was NaN or infinite.
+        bad_update: whether only the update was: loss and gradients were finite.
+        left_out: whether the update was left out because of that.
+        save: whether a checkpoint was requested after this step.
+        stop: whether the end of the run was requested.
+        ideal: samples per second if no worker ever waited, where speeds are simulated; otherwise None.
+        more: further values of a sync, as plain JSON values.
+    """
 
     step: int
     epoch: int
     loss: float
     metrics: dict[str, float]
     counts_W: np.ndarray
-    rows_W: np.ndarray  # computed, padding included
-    times_W: np.ndarray  # local seconds; NaN where a worker had no samples or the step was not timed
-    step_time: float  # seconds from the end of the step before to the end of this one
-    seconds: float  # since the start of the run
-    samples: int  # since the start of the run
-    changed: bool  # whether the plan changed with this step
+    rows_W: np.ndarray
+    times_W: np.ndarray
+    step_time: float
+    seconds: float
+    samples: int
+    changed: bool
     reason: str
-    nonfinite: tuple[int, ...] = ()  # workers whose loss, gradient or update held NaN or infinity
-    bad_update: bool = False  # whether it was the update: loss and gradients were finite
-    left_out: bool = False  # whether nothing was learned in this step because of that
-    save: bool = False  # whether a checkpoint was asked for after this step
-    stop: bool = False  # whether the end was asked for
-    ideal: float | None = None  # samples a second of all workers at best, where speeds are simulated
-    more: dict[str, Any] = field(default_factory=dict)  # what else a sync has to tell, as plain JSON values
+    nonfinite: tuple[int, ...] = ()
+    bad_update: bool = False
+    left_out: bool = False
+    save: bool = False
+    stop: bool = False
+    ideal: float | None = None
+    more: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -52,7 +77,19 @@ class Record:
         samples: int,
         ideal: float | None = None,
     ) -> Record:
-        """What was planned, and what came of it."""
+        """Combine a planned step with its report.
+
+        Args:
+            step: the step as planned.
+            report: its results.
+            step_time: see `Record`.
+            seconds: see `Record`.
+            samples: see `Record`.
+            ideal: see `Record`.
+
+        Returns:
+            The record.
+        """
         return cls(
             step=step.number + 1,
             epoch=step.span.epoch,
@@ -76,18 +113,19 @@ class Record:
 
     @property
     def event(self) -> bool:
-        """Whether something happened at this step that a thinned history should still show."""
+        """Whether the plan changed or a value was not finite: a thinned history keeps such steps."""
         return self.changed or bool(self.nonfinite)
 
     @property
     def samples_per_s(self) -> float:
+        """Samples per second of this step."""
         return float(self.counts_W.sum()) / self.step_time if self.step_time > 0 else float("nan")
 
     @property
     def efficiency(self) -> float:
-        """Samples a second over the ideal: what all workers would do if none of them ever waited.
+        """Samples per second divided by the ideal, the samples per second if no worker ever waited.
 
-        With real speeds that is the sum of their own rates, count_i / time_i. NaN where the step was not timed.
+        With real speeds the ideal is sum_i count_i / time_i. NaN where the step was not timed.
         """
         with np.errstate(divide="ignore", invalid="ignore"):
             rates = float(np.nansum(np.where(self.counts_W > 0, self.counts_W / self.times_W, 0.0)))
@@ -95,7 +133,7 @@ class Record:
         return self.samples_per_s / ideal if ideal > 0 else float("nan")
 
     def row(self) -> dict[str, Any]:
-        """The record as plain JSON values."""
+        """Return the record as plain JSON values."""
         return {
             "step": self.step,
             "epoch": self.epoch,
@@ -117,7 +155,7 @@ class Record:
 
 @dataclass
 class Totals:
-    """Sums over all steps of a run, whether their records are kept or not."""
+    """Sums over all steps of a run, including those whose records were thinned out."""
 
     steps: int = 0
     samples: int = 0
@@ -127,7 +165,7 @@ class Totals:
     timed_seconds_W: np.ndarray | float = 0.0
 
     def add(self, record: Record) -> None:
-        """Count one more step."""
+        """Add a step."""
         timed_W = ~np.isnan(record.times_W)
         self.steps += 1
         self.samples += int(record.counts_W.sum())
@@ -139,12 +177,27 @@ class Totals:
 
 @dataclass
 class History:
-    """The records of a call to `fit`, and what the run as a whole came to.
+    """The records of one call of `Trainer.fit`, and totals of the run.
 
-    All records are kept up to 20,000 steps. Beyond that `records`, and with them `losses` and `counts`, are thinned out
-    to an evenly spread half of the steps, then a quarter, and so on; the first and the last record stay, and so do
+    All records are kept up to 20,000 steps. Beyond that `records`, and with them `losses` and `counts`, are thinned to
+    an evenly spread half of the steps, then a quarter, and so on. The first and the last record are kept, and so are
     steps at which the plan changed or a value was not finite, as long as these are few. `totals` and `summary()` count
     every step.
+
+    Attributes:
+        records: the records, oldest first.
+        ideal_samples_per_s: samples per second if no worker ever waited; None if unknown.
+        engine: name of the engine.
+        transport: name of the transport.
+        controller: name of the controller.
+        workers: number of workers.
+        last_step: number of the last step, unless the run is stopped early.
+        recompiles_after_warmup: number of programs compiled after the first step.
+        data_wait_s: seconds spent waiting for data.
+        overruns: local phases that took longer than their simulated time.
+        more: further values of a sync, as plain JSON values.
+        totals: sums over all steps.
+        thinning: which records are kept.
     """
 
     records: list[Record] = field(default_factory=list, init=False)
@@ -153,16 +206,20 @@ class History:
     transport: str = ""
     controller: str = ""
     workers: int = 0
-    last_step: int = 0  # the number that the last step will have if nobody stops the run
+    last_step: int = 0
     recompiles_after_warmup: int = 0
     data_wait_s: float = 0.0
     overruns: int = 0
-    more: dict[str, Any] = field(default_factory=dict)  # what else a sync has to tell, as plain JSON values
+    more: dict[str, Any] = field(default_factory=dict)
     totals: Totals = field(default_factory=Totals, init=False)
     thinning: Thinning = field(default_factory=Thinning, repr=False)
 
     def add(self, record: Record) -> None:
-        """Append the record of a finished step, in place of the last one if that is not to be kept."""
+        """Append the record of a finished step, replacing the last one if thinning drops that.
+
+        Args:
+            record: the next record.
+        """
         self.totals.add(record)
         if len(self.records) > 1 and not self.thinning.keeps(self.records[-1].step, self.records[-1].event):
             self.records.pop()
@@ -172,21 +229,29 @@ class History:
 
     @property
     def losses(self) -> list[float]:
+        """Losses of the records."""
         return [record.loss for record in self.records]
 
     @property
     def counts(self) -> np.ndarray:
-        """Counts over time, [steps, workers]."""
+        """Counts of the records, [steps, workers]."""
         return np.array([record.counts_W for record in self.records])
 
     def own_rates(self) -> float | None:
-        """The ideal with real speeds: each worker's samples over its own local seconds, added up."""
+        """Return the ideal with real speeds: sum over workers of samples / local seconds; None if nothing was timed."""
         samples_W, seconds_W = np.atleast_1d(self.totals.timed_samples_W), np.atleast_1d(self.totals.timed_seconds_W)
         rate_W = np.divide(samples_W, seconds_W, out=np.zeros_like(seconds_W), where=seconds_W > 0)
         return float(rate_W.sum()) or None
 
     def samples_per_s(self, skip: int = 0) -> float:
-        """Throughput over the run, the first `skip` records aside."""
+        """Return the samples per second over the run.
+
+        Args:
+            skip: number of records to leave out at the start.
+
+        Returns:
+            The throughput; NaN before the first step.
+        """
         samples, seconds = self.totals.samples, self.totals.seconds
         if skip and self.records:
             before, last = self.records[:skip][-1], self.records[-1]
@@ -194,6 +259,7 @@ class History:
         return samples / seconds if seconds > 0 else float("nan")
 
     def summary(self) -> dict[str, Any]:
+        """Return the totals of the run as plain JSON values."""
         wall = self.records[-1].seconds if self.records else 0.0
         rate = self.samples_per_s()
         return {
@@ -216,15 +282,30 @@ class History:
         }
 
 
-log = logging.getLogger("hetjax")
 Hook = Callable[[Record, Any], None]  # may also have begin(history) and end(history), called around the steps
 
 
+class RunLog:
+    """Makes the records of a run that starts now."""
+
+    def __init__(self) -> None:
+        self._began = self._last = time.perf_counter()
+        self._samples = 0
+
+    def record(self, step: PlannedStep, report: StepReport, ideal: float | None) -> Record:
+        """Return the record of the step that has just finished."""
+        now = time.perf_counter()
+        self._samples += step.span.batch
+        record = Record.of(step, report, now - self._last, now - self._began, self._samples, ideal)
+        self._last = now
+        return record
+
+
 class Recorder:
-    """A context around the steps of a run.
+    """A context around the steps of a run that fills its history and calls the hooks.
 
     Args:
-        history: where records go.
+        history: receives the records.
         hooks: called with every record and the state after its step.
         simulation: simulated speeds, or None.
     """
@@ -237,29 +318,29 @@ class Recorder:
     def __enter__(self) -> Recorder:
         if self.simulation is not None:
             self.history.ideal_samples_per_s = self.simulation.ideal()
-        self._tell("begin")
+        self._call_hooks("begin")
         self._compiled = compiles()
         return self
 
     def add(self, record: Record, state: Any) -> None:
-        """A finished step; hooks must copy what they want to keep of the state, whose buffers will be reused."""
+        """Add a finished step and call the hooks, which must copy what they keep: the state's buffers are reused."""
         self.append(record)
         for hook in self.hooks:
             hook(record, state)
 
     def append(self, record: Record) -> None:
-        """The same for the history alone."""
+        """Add a finished step to the history without calling the hooks."""
         self.history.add(record)
         samples = int(record.counts_W.sum())
         if self.simulation is not None:
             self._samples, self._ideal_s = self._samples + samples, self._ideal_s + samples / self.simulation.ideal()
 
     def finish(self, rate: float | None, waited: float) -> None:
-        """The run has ended well.
+        """Complete the history of a run that ended without an error.
 
         Args:
-            rate: samples a second of all workers together at best, where speeds are real.
-            waited: seconds that it stood still for data.
+            rate: ideal samples per second of all workers, where speeds are real.
+            waited: seconds spent waiting for data.
         """
         history = self.history
         history.recompiles_after_warmup = compiles() - self._compiled
@@ -271,9 +352,9 @@ class Recorder:
                 log.warning(warning)
 
     def __exit__(self, *_: object) -> None:
-        self._tell("end")
+        self._call_hooks("end")
 
-    def _tell(self, what: str) -> None:
+    def _call_hooks(self, method: str) -> None:
         for hook in self.hooks:
-            if hasattr(hook, what):
-                getattr(hook, what)(self.history)
+            if hasattr(hook, method):
+                getattr(hook, method)(self.history)

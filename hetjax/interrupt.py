@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP as a wish to end: the step in flight is finished, and what was learned can be saved."""
+"""Graceful stop on Ctrl-C, SIGTERM and SIGHUP: the running step is finished, and a checkpoint can be saved."""
 
 from __future__ import annotations
 
@@ -10,39 +10,46 @@ from typing import Any
 
 
 class Interrupt:
-    """Whether somebody asked for the end. As a hook of `fit` it passes a wish on that came before the first step."""
+    """Remembers whether a stop was requested. As a hook of `fit` it repeats a request made before the first step.
+
+    Args:
+        stop: requests the stop of a trainer.
+    """
 
     def __init__(self, stop: Callable[[], None]):
-        self.asked = False
+        self.requested = False
         self._stop = stop
 
-    def ask(self) -> None:
-        self.asked = True
+    def request(self) -> None:
+        """Request the stop."""
+        self.requested = True
         self._stop()
 
     def __call__(self, record: Any, state: Any) -> None:
-        if self.asked:
+        if self.requested:
             self._stop()
 
 
 @contextmanager
 def stop_on_signals(stop: Callable[[], None]) -> Iterator[Interrupt]:
-    """The first Ctrl-C, SIGTERM or SIGHUP (unless ignored, as under nohup) calls `stop` (a trainer's); a second one
-    ends the program at once."""
+    """Call `stop`, such as `Trainer.stop`, at the first SIGINT, SIGTERM or SIGHUP; a second one ends the program.
+
+    A SIGHUP that is ignored, as under nohup, stays ignored.
+    """
     interrupt = Interrupt(stop)
 
     def handler(number: int, frame: Any) -> None:
-        if interrupt.asked:
+        if interrupt.requested:
             raise KeyboardInterrupt
-        interrupt.ask()
+        interrupt.request()
 
     if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
         yield interrupt
         return
-    hangs_up = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM, *hangs_up)}
+    hangup = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
+    previous = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM, *hangup)}
     try:
         yield interrupt
     finally:
-        for number, old in before.items():
-            signal.signal(number, old)
+        for number, old_handler in previous.items():
+            signal.signal(number, old_handler)

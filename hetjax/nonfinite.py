@@ -1,4 +1,4 @@
-"""What happens to a run when a loss, a gradient or an update is NaN or infinite."""
+"""The policy for a loss, gradient or update that is NaN or infinite: stop the run, or skip the step."""
 
 from __future__ import annotations
 
@@ -12,35 +12,38 @@ POLICIES = ("stop", "skip")
 
 
 class NonFiniteError(FloatingPointError):
-    """A loss, gradient or update was NaN or infinite; no hook has seen a state with it."""
+    """Raised when a loss, gradient or update is NaN or infinite; no hook has seen a state that contains it."""
 
 
 class NonFinitePolicy:
-    """Stops the run, or lets a step go by without an update; but not one after the other without end.
+    """Stops the run at a non-finite step, or skips it, up to a number of skips in a row.
 
     Args:
-        policy: "stop" or "skip".
-        max_skips: steps in a row that "skip" leaves out before it stops as well.
+        policy: 'stop' or 'skip'.
+        max_skips: number of skips in a row after which 'skip' stops, too.
+        node: number of this process, where each process plans for its own workers; names them in messages.
 
     Raises:
-        TypeError, ValueError: for other values.
+        TypeError: if max_skips is not an integer.
+        ValueError: if the policy is unknown, or max_skips is below 1.
     """
 
-    def __init__(self, policy: str, max_skips: int):
+    def __init__(self, policy: str, max_skips: int, node: int | None = None):
         if policy not in POLICIES:
             raise ValueError(f"on_nonfinite must be 'stop' or 'skip', got {policy!r}.")
-        self.policy, self.max_skips = policy, whole("max_skips", max_skips, 1)
+        self.policy, self.max_skips, self.node = policy, whole("max_skips", max_skips, 1), node
         self._in_a_row = 0
 
-    def check(self, record: Record, node: str = "") -> None:
-        """Look at a finished step. `node`: words that follow the number of a worker.
+    def check(self, record: Record) -> None:
+        """Check a finished step; log a warning if it was skipped.
 
         Raises:
-            NonFiniteError: the run has to stop.
+            NonFiniteError: if the run has to stop.
         """
         self._in_a_row = self._in_a_row + 1 if record.left_out else 0
         if not record.nonfinite:
             return
+        node = "" if self.node is None else f" of node {self.node}"
         who = f"worker {', '.join(map(str, record.nonfinite))}{node}"
         if record.bad_update:
             what = f"the loss and the gradient were finite, but the optimizer's update of {who} was NaN or infinite"

@@ -1,4 +1,4 @@
-"""The pipeline of steps: local phases, sums and reports one after the other, the host's work hidden behind them.
+"""The pipeline of steps: packing, local phases, sums and reports, with the host's work hidden behind the devices'.
 
     push(n):  wait for the local phases of step n - 1   ->  dispatch their sum
               start the local phases of step n
@@ -15,34 +15,36 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 
+from hetjax.data.batches import HostBatch, check_rows
+from hetjax.data.prefetch import Rows
+from hetjax.devices.workers import Workers
 from hetjax.engines.clocks import LocalResult
 from hetjax.engines.session import Session
 from hetjax.fleet.agree import Disagreement
-from hetjax.planning.controllers.base import Observation
+from hetjax.planning.controllers.base import Observation, Plan
 from hetjax.reduce.base import Reduce, own_slots
 from hetjax.reduce.layout import MANY, StepReport
-from hetjax.reduce.update import State
-from hetjax.sampling.order import PlannedStep
+from hetjax.sampling.order import PlannedStep, Span
 from hetjax.simulation.speeds import Simulation
+from hetjax.state import State
 
-Tree = Any
 Finished = tuple[PlannedStep, StepReport]
 
 
 @dataclass
 class Requests:
-    """What this process asks all others for; they learn of it with the sums of a step."""
+    """What this process asks of all processes; the requests travel with the sums of a step."""
 
     stop: bool = False
     save: bool = False
-    left: int = MANY  # further batches that this process has: 0, 1, or MANY for more
+    left: int = MANY  # batches this process has left: 0, 1, or MANY for more
 
     def take_save(self) -> bool:
-        asked, self.save = self.save, False
-        return asked
+        """Return whether a checkpoint was requested since the last call."""
+        requested, self.save = self.save, False
+        return requested
 
 
 @dataclass(frozen=True)
@@ -51,19 +53,20 @@ class _Running:
 
     step: PlannedStep
     futures: list[Future[LocalResult]]
-    timed: bool  # as far as that was known when it started
-    left: int  # Requests.left when it started: what is asked for later is about a later step
+    timed: bool  # as far as known when it started
+    left: int  # Requests.left when it started: a later value belongs to a later step
 
 
 class Pipeline:
-    """Steps of one session from one state on.
+    """Runs the steps of one session, starting from one state.
 
     Args:
         session: engine, clocks and layout.
-        reduce: what sums and updates.
-        core: what the devices hold at the start, in buffers of its own.
-        made: steps made before the first one.
-        requests: what this process asks for; None in an evaluation.
+        reduce: sums and updates.
+        core: what the devices hold at the start, in buffers owned by the pipeline.
+        seed: source of the samples' random keys, with their positions.
+        made: number of steps made before the first one.
+        requests: requests of this process; None in an evaluation.
         simulation: simulated speeds, or None.
         learn: called with the timings of every step; None in an evaluation, where the ladder does not grow.
     """
@@ -74,20 +77,40 @@ class Pipeline:
         reduce: Reduce,
         core: Any,
         *,
+        seed: int,
         made: int = 0,
         requests: Requests | None = None,
         simulation: Simulation | None = None,
         learn: Callable[[Observation], None] | None = None,
     ):
-        self.session, self.reduce, self.core, self.made = session, reduce, core, made
+        self.session, self.reduce, self.core, self.seed, self.made = session, reduce, core, seed, made
         self.requests, self.simulation, self.learn = requests or Requests(), simulation, learn
         self.replicas = reduce.replicas(core, None)
         self._cold = simulation is None  # caches and allocators of real devices warm up in the first step
         self._running: _Running | None = None
         self._summed: tuple[PlannedStep, Any] | None = None
 
+    def submit(self, batch: HostBatch, span: Span, plan: Plan) -> Finished | None:
+        """Pack this process's rows of a batch and push their step. A failed push abandons the running step."""
+        engine = self.session.engine
+        work_W, packed = engine.limits().work(plan.counts_W), self.pack(batch, span, plan)
+        try:
+            return self.push(PlannedStep(self.next, span, plan, work_W), packed)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def pack(self, batch: HostBatch, span: Span, plan: Plan) -> Any:
+        """Lay this process's rows of a batch out for the engine."""
+        engine = self.session.engine
+        start, stop = own_span(engine.workers, plan, span)
+        rows = batch.rows(start - span.start, stop - span.start)
+        rows = rows if isinstance(rows, Rows) else Rows(rows, start)
+        check_rows(rows.tree, engine.program.row)
+        return engine.pack(rows, span, plan.counts_W, self.seed)
+
     def push(self, step: PlannedStep, packed: Any) -> Finished | None:
-        """Start a step; returns the one before it with its report, None where there is none."""
+        """Start a step and return the previous one with its report; None where there is none."""
         self.complete()
         engine = self.session.engine
         if self.learn is not None:
@@ -100,29 +123,29 @@ class Pipeline:
         return self._finished()
 
     def complete(self) -> None:
-        """Wait for the local phases that run and dispatch their sum, which gives up the buffers of `core`."""
+        """Wait for the running local phases and dispatch their sum, which donates the buffers of `core`."""
         if self._running is None:
             return
         running, self._running = self._running, None
-        laps = self.session.clocks.wait(running.futures)
-        parts_w, slots_w = [lap.parts for lap in laps], self._slots(running, laps)
+        results = self.session.clocks.wait(running.futures)
+        parts_w, slots_w = [result.parts for result in results], self._slots(running, results)
         self.core, tail = self.reduce(self.core, parts_w, slots_w, running.step)
         self.replicas = self.reduce.replicas(self.core, tail)
         self._summed, self.made = (running.step, tail), self.made + 1
 
     def flush(self) -> Finished | None:
-        """End what runs; the last step and its report, if it has not been returned yet."""
+        """Complete the running step and return it with its report; None if that was returned before."""
         self.complete()
         return self._finished()
 
     def abandon(self) -> None:
-        """Wait until nothing runs any more, and leave the last step out: the state is the one before it."""
+        """Wait until nothing runs, and drop the running step: the state is the one before it."""
         if self._running is not None:
             running, self._running = self._running, None
             wait(running.futures, timeout=self.session.clocks.wait_limit)
 
     def state(self, step: int, cursor: int) -> State:
-        """The state after step number `step`; waits for that step if it is still running."""
+        """Return the state after step number `step`, waiting for that step if it still runs."""
         if step == self.made + 1:
             self.complete()
         if step != self.made:
@@ -134,7 +157,7 @@ class Pipeline:
 
     @property
     def next(self) -> int:
-        """The number of the next step: how many there are before it."""
+        """Number of the next step, counted from 0."""
         return self.made + (self._running is not None)
 
     def check_last(self, step: int) -> None:
@@ -146,12 +169,12 @@ class Pipeline:
             )
 
     def phases(self, packed: Any) -> list[LocalResult]:
-        """Run the local phases alone, without a sum: for measurements. The step that runs is ended first."""
+        """Run the local phases alone, without a sum, for measurements. The running step is completed first."""
         self.complete()
         return self.session.clocks.wait(self.session.engine.start(self.replicas, packed))
 
     def _finished(self) -> Finished | None:
-        """Read the last report and pass its timings on."""
+        """Read the last report and learn from its timings."""
         if self._summed is None:
             return None
         (step, tail), self._summed = self._summed, None
@@ -160,8 +183,7 @@ class Pipeline:
             odd = np.flatnonzero(report.checksums_W != step.plan.checksum).tolist()
             raise Disagreement(
                 f"Workers {odd} used another plan than this process in step {step.number}: the processes no longer "
-                "agree. Check that all run the same code, data and configuration, and start again from the last "
-                "checkpoint."
+                "agree. Check that all run the same code, data and configuration, and restart from the last checkpoint."
             )
         if self.learn is not None:
             times_W = np.where(step.plan.counts_W > 0, report.times_W, np.nan)
@@ -169,53 +191,27 @@ class Pipeline:
             self.learn(Observation(counts_W, step.work_W, np.round(times_W, 6), epoch, step.number))
         return step, report
 
-    def _slots(self, running: _Running, laps: Sequence[LocalResult]) -> list[list[float]]:
+    def _slots(self, running: _Running, results: Sequence[LocalResult]) -> list[list[float]]:
         plan, timed = running.step.plan, running.timed and not self.session.engine.compiling
         stop, save = self.requests.stop, self.requests.take_save()
         return [
             own_slots(
-                lap.seconds if timed and plan.counts_W[i] > 0 else None,
-                lap.rows,
+                result.seconds if timed and plan.counts_W[i] > 0 else None,
+                result.rows,
                 plan.checksum,
                 stop,
                 save,
                 running.left,
             )
-            for i, lap in zip(self.session.engine.workers.local, laps, strict=True)
+            for i, result in zip(self.session.engine.workers.local, results, strict=True)
         ]
 
 
-class LiveState:
-    """The state after a step that may still be running.
-
-    It has what a `State` has; reading any of its arrays first waits for the step. The next call of `Step` takes it
-    over: then only the state which that call returned can be used.
-    """
-
-    def __init__(self, pipeline: Pipeline, step: int, cursor: int):
-        self.pipeline, self.step, self.cursor = pipeline, step, cursor
-
-    def whole(self) -> State:
-        """The plain state, with all of its arrays."""
-        return self.pipeline.state(self.step, self.cursor)
-
-    @property
-    def params(self) -> Tree:
-        """The parameters after this step."""
-        return self.whole().params
-
-    @property
-    def model_state(self) -> Tree:
-        """The model state, such as the statistics of BatchNorm; None without."""
-        return self.whole().model_state
-
-    @property
-    def ema(self) -> Tree:
-        """The moving average of the parameters; None without."""
-        return self.whole().ema
-
-    def __repr__(self) -> str:
-        return f"LiveState(step={self.step}, cursor={self.cursor})"
-
-
-jax.tree_util.register_pytree_node(LiveState, lambda state: ((state.whole(),), None), lambda _, whole: whole[0])
+def own_span(workers: Workers, plan: Plan, span: Span) -> tuple[int, int]:
+    """Positions that this process computes under a plan: at least one, as padding rows are copies of a real row."""
+    if not workers.several_processes:
+        return span.start, max(span.stop, span.start + 1)
+    bounds_W1 = span.start + plan.bounds_W1
+    first, last = int(bounds_W1[workers.local[0]]), int(bounds_W1[workers.local[-1] + 1])
+    start = min(first, span.stop - 1)
+    return start, max(start + 1, last)

@@ -1,4 +1,7 @@
-"""Strategies by name, and the one check of what goes together along controller, partition, sync and engine."""
+"""Strategies: presets along the four axes controller, partition, sync and engine, and the one check of combinations.
+
+Everything that refuses a combination of options stands in this file.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,14 @@ from hetjax.sync import Sync
 PARTITIONS = ("global", "proportional", "submodular")
 SYNCS = tuple(syncs.REGISTRY)
 CONTROLLERS = tuple(name for name in controllers.REGISTRY if name != "oracle")
-UNTIMED = ("equal", "static", "fixed")  # controllers that need no timings of every step
+UNTIMED = ("equal", "static", "fixed")  # controllers that do not need timings of every step
 
-_SHARING = ("dp", "edp", "dbs")  # laws that set shares, which can hold for an epoch
+_BY_SHARES = ("dp", "edp", "dbs")  # controllers that set shares, which can hold for an epoch
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """A preset: a choice along the four axes, and options of the controller and the sync."""
+    """A preset: a name on each of the four axes, and options of the sync."""
 
     controller: str
     partition: str = "global"
@@ -36,42 +39,48 @@ class Strategy:
 
 
 PRESETS: dict[str, Strategy] = {
-    "equal": Strategy("equal", idea="every worker the same: what data parallelism does by itself"),
-    "static": Strategy("static", idea="shares by the first timing, then fixed"),
-    "balanced": Strategy("balanced", idea="cost model and exact solver, every step; changes when it pays (ours)"),
-    "dp": Strategy("dp", "proportional", idea="shares by throughput, once an epoch (arXiv 2110.08941)"),
-    "edp": Strategy("edp", "proportional", idea="the same, gradients weighted by share (arXiv 2110.08941)"),
-    "dbs": Strategy("dbs", "proportional", idea="shares by throughput, once an epoch (DBS, arXiv 2007.11831)"),
-    "proportional": Strategy("proportional", idea="step times held equal, once an epoch (ACSOS 2020)"),
-    "lbbsp": Strategy("lbbsp", idea="a few samples from the slowest to the fastest (LB-BSP, SoCC 2020)"),
-    "lbb": Strategy("lbb", idea="hold, nudge or solve again, by the size of the imbalance"),
+    "equal": Strategy("equal", idea="the same count for every worker: plain data parallelism"),
+    "static": Strategy("static", idea="shares from the first timings, then fixed"),
+    "balanced": Strategy(
+        "balanced", idea="cost model and exact solver at every step; the plan changes when that pays (ours)"
+    ),
+    "dp": Strategy("dp", "proportional", idea="shares by throughput, once per epoch (arXiv 2110.08941)"),
+    "edp": Strategy("edp", "proportional", idea="dp with gradients weighted by share (arXiv 2110.08941)"),
+    "dbs": Strategy("dbs", "proportional", idea="shares by throughput, once per epoch (DBS, arXiv 2007.11831)"),
+    "proportional": Strategy(
+        "proportional", idea="proportional control of equal step times, once per epoch (ACSOS 2020)"
+    ),
+    "lbbsp": Strategy("lbbsp", idea="moves a few samples from the slowest to the fastest worker (LB-BSP, SoCC 2020)"),
+    "lbb": Strategy("lbb", idea="keeps, nudges or re-solves the plan, depending on the imbalance"),
     "rcd-sgd": Strategy(
         "static",
         "submodular",
         "decentralized",
         sync_options={"mix_every": 2},
-        idea="blocks that stand for the whole, parameters mixed with the neighbors' (arXiv 2211.00839)",
+        idea="representative blocks, parameters averaged with neighbors (arXiv 2211.00839)",
     ),
     "daso": Strategy(
-        "balanced", sync="daso", idea="every step inside a node, seldom and late between nodes (arXiv 2104.05588)"
+        "balanced",
+        sync="daso",
+        idea="all-reduce inside nodes, infrequent delayed exchange between them (arXiv 2104.05588)",
     ),
     "hogbatch": Strategy(
-        "equal", sync="hogbatch", idea="whoever is free takes the next batch and updates at once (arXiv 2004.08771)"
+        "equal", sync="hogbatch", idea="a free worker takes the next batch and updates at once (arXiv 2004.08771)"
     ),
     "adaptive-hogbatch": Strategy(
-        "equal", sync="adaptive-hogbatch", idea="the same, batches moved to even the updates out (arXiv 2004.08771)"
+        "equal", sync="adaptive-hogbatch", idea="hogbatch with batch sizes that even out the updates (arXiv 2004.08771)"
     ),
     "adaptive-sgd": Strategy(
-        "equal", sync="adaptive-sgd", idea="replicas of one's own, merged after many batches (arXiv 2110.07029)"
+        "equal", sync="adaptive-sgd", idea="one replica per worker, merged after many batches (arXiv 2110.07029)"
     ),
 }
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What a run is made of along the four axes; it has passed the check."""
+    """A checked combination: one object on each of the four axes."""
 
-    name: str  # of the preset, or of what makes it different
+    name: str  # of the preset; without one, of the controller or the sync
     controller: Controller
     partition: str | Blocks
     sync: Sync
@@ -79,6 +88,7 @@ class Choice:
 
     @property
     def partition_name(self) -> str:
+        """Name of the partition, also where blocks were given."""
         return "submodular" if isinstance(self.partition, Blocks) else self.partition
 
 
@@ -94,32 +104,35 @@ def choose(
     sync_options: Mapping[str, Any] | None = None,
     quantum: int = 1,
 ) -> Choice:
-    """The objects that a preset and single axes name together; an axis that is given wins over the preset's.
+    """Build the objects that a preset and single axes name; an axis that is given overrides the preset.
 
     Args:
-        strategy: a name in `PRESETS`. Default: 'balanced', or what the other axes ask for.
-        controller: a name, with options behind a colon ('fixed:4,2,1,1'), or an object.
+        strategy: a name in `PRESETS`. Default: 'balanced', or what suits the other axes.
+        controller: a name, with options after a colon ('fixed:4,2,1,1'), or an object.
         partition: a name in `PARTITIONS`, or `Blocks`.
         sync: a name, or an object.
         engine: a name, or an object.
-        every: when the controller named acts: a number of steps, or 'epoch'.
-        faithful: controller and sync named are to do as published.
-        sync_options: of the sync named; those that are None do not count.
+        every: when the named controller acts: a number of steps, or 'epoch'.
+        faithful: use the named controller and sync exactly as published.
+        sync_options: options of the named sync; None stands for the default.
         quantum: counts are multiples of it.
 
+    Returns:
+        The choice.
+
     Raises:
-        ValueError: for names that do not exist, and for what does not go together.
+        ValueError: for an unknown name, or a combination that does not work.
     """
     if strategy is not None and strategy not in PRESETS:
         raise ValueError(f"There is no strategy {strategy!r}. Choose one of {', '.join(PRESETS)}.")
     if isinstance(sync, str):
         sync = syncs.current_name(sync)
-    alone = _is(sync, lambda name: not syncs.REGISTRY[name].stepped if name in syncs.REGISTRY else False)
+    asynchronous = _is_asynchronous(sync)
     blocks = isinstance(partition, Blocks) or partition == "submodular"
-    base = PRESETS[strategy or ("equal" if alone else "static" if blocks else "balanced")]
-    if controller is not None and (alone or (sync is None and not syncs.REGISTRY[base.sync].stepped)):
+    base = PRESETS[strategy or ("equal" if asynchronous else "static" if blocks else "balanced")]
+    if controller is not None and (asynchronous or (sync is None and not syncs.REGISTRY[base.sync].stepped)):
         raise ValueError(
-            f"With the sync {_name(sync or base.sync)!r} whoever is free takes the next batch, so there is nothing to "
+            f"With the sync {_name(sync or base.sync)!r} a free worker takes the next batch, so there is nothing to "
             f"plan for the controller {_name(controller)!r}. Leave it out."
         )
     made_sync = _sync(sync or base.sync, base, dict(sync_options or {}), faithful)
@@ -137,29 +150,57 @@ def choose(
 
 
 def for_workers(controller: Controller, workers: Workers) -> Controller:
-    """The controller for these workers: shares by kind of device become shares by worker."""
+    """Return the controller set up for these workers: shares by kind of device become shares by worker."""
     if hasattr(controller, "for_kinds"):
         controller.for_kinds([device_kind(device) for device in workers.devices])
     return controller
 
 
 def acts_by_epoch(controller: Controller) -> bool:
-    """Whether a controller acts once an epoch, so that it needs epochs."""
+    """Return whether a controller acts once per epoch, and so needs epochs."""
     return getattr(controller, "every", None) == "epoch"
 
 
 def check_without_epochs(controller: Controller) -> None:
-    """Refuse a controller that would never act, as there are no epochs."""
+    """Refuse a controller that acts once per epoch in a run without epochs."""
     if acts_by_epoch(controller):
         name = controller.name
         raise ValueError(
-            f"The controller {name!r} acts once an epoch, and this run has no epochs: give Step epoch_size, the "
+            f"The controller {name!r} acts once per epoch, and this run has no epochs: give Step epoch_size, the "
             f"samples in an epoch, or use controller=hetjax.planning.controllers.make({name!r}, every=5)."
         )
 
 
+def check_exact_sync(controller: Controller) -> None:
+    """Refuse a controller that needs timings, for a model with collectives inside the local phase."""
+    if controller.name not in UNTIMED:
+        raise ValueError(
+            "Exactly synchronized statistics make workers wait for each other inside the local phase, so their times "
+            f"do not show their speeds: the controller {controller.name!r} cannot work. Use "
+            f"{' or '.join(map(repr, UNTIMED))}."
+        )
+
+
+def check_stepped(sync: Sync) -> None:
+    """Refuse a sync without global steps in a `Step`."""
+    if not sync.stepped:
+        raise ValueError(
+            f"The sync {sync.name!r} has no global steps: a free worker takes the next batch. Use hetjax.Trainer with "
+            "it."
+        )
+
+
+def check_one_batch(sync: Sync) -> None:
+    """Refuse a call of `Step` where every node takes its own part of a step."""
+    if sync.by_node:
+        raise ValueError(
+            f"With several processes the sync {sync.name!r} divides every step between nodes: use hetjax.Trainer, "
+            "which does."
+        )
+
+
 def options_of(kind: type) -> list[str]:
-    """The options of a controller or sync, from the signatures of its constructors."""
+    """Return the names of the options of a controller or sync, from the signatures of its constructors."""
     found: dict[str, None] = {}
     for cls in kind.__mro__:
         if "__init__" in vars(cls) and cls is not object:
@@ -174,26 +215,26 @@ def _controller(given: str | Controller, every: int | str | None, faithful: bool
     name = given.partition(":")[0]
     if name == "oracle":
         raise ValueError(
-            "The controller 'oracle' has to know the true cost of every step, which a training run does not. It is "
-            "there for experiments/bench_controllers.py; choose another one."
+            "The controller 'oracle' needs the true cost of every step, which a training run does not know. It serves "
+            "experiments/bench_controllers.py; choose another one."
         )
     if name not in CONTROLLERS:
         raise ValueError(f"There is no controller {given!r}. Choose {_one_of(CONTROLLERS)}.")
-    having = lambda option: [law for law in CONTROLLERS if option in options_of(controllers.REGISTRY[law])]
+    having = lambda option: [other for other in CONTROLLERS if option in options_of(controllers.REGISTRY[other])]
     options: dict[str, Any] = {}
     if every is not None:
         if name not in having("every"):
             raise ValueError(
-                f"The controller {name!r} has no cadence of its own: 'every' goes with {', '.join(having('every'))}. "
-                "Leave it out."
+                f"The controller {name!r} has no cadence of its own: 'every' is an option of "
+                f"{', '.join(having('every'))}. Leave it out."
             )
         options["every"] = every
     if faithful and name in having("faithful"):
         options["faithful"] = True
     elif faithful and sync.name == "allreduce":
         raise ValueError(
-            f"The controller {name!r} weighs all samples alike, in its published form too: 'faithful' goes with "
-            f"{', '.join(having('faithful'))}, or with another sync than allreduce. Leave it out."
+            f"The controller {name!r} weighs all samples alike, also as published: 'faithful' is an option of "
+            f"{', '.join(having('faithful'))}, and of other syncs than allreduce. Leave it out."
         )
     return controllers.make(given, **options)
 
@@ -208,35 +249,35 @@ def _sync(given: str | Sync, base: Strategy, options: dict[str, Any], faithful: 
         raise ValueError(f"There is no sync {given!r}. Choose {_one_of(SYNCS)}.")
     for name in options:
         if name not in options_of(syncs.REGISTRY[given]):
-            theirs = [other for other, kind in syncs.REGISTRY.items() if name in options_of(kind)]
-            raise ValueError(f"{name!r} is an option of the sync {_one_of(theirs)}, not of {given!r}. Leave it out.")
+            owners = [other for other, kind in syncs.REGISTRY.items() if name in options_of(kind)]
+            raise ValueError(f"{name!r} is an option of the sync {_one_of(owners)}, not of {given!r}. Leave it out.")
     if faithful and "faithful" in options_of(syncs.REGISTRY[given]):
         options["faithful"] = True
     return syncs.make(given, **{**(base.sync_options if given == base.sync else {}), **options})
 
 
 def _check(chosen: Choice, quantum: int) -> None:
-    """Refuse what makes no sense together."""
-    law, partition, sync = chosen.controller.name, chosen.partition_name, chosen.sync.name
+    """Refuse combinations that do not work."""
+    controller, partition, sync = chosen.controller.name, chosen.partition_name, chosen.sync.name
     by_epoch = acts_by_epoch(chosen.controller)
     faithful = bool(getattr(chosen.controller, "faithful", False))
     if partition not in PARTITIONS:
         raise ValueError(
             f"There is no partition {partition!r}. Choose {_one_of(PARTITIONS)}, or give the blocks themselves, as "
-            "hetjax.make_blocks(source, rates) makes them."
+            "made by hetjax.make_blocks(source, rates)."
         )
-    keeps = law in ("equal", "fixed") or (law in _SHARING and by_epoch)
-    if partition == "proportional" and law in CONTROLLERS and not keeps:
+    keeps_shares = controller in ("equal", "fixed") or (controller in _BY_SHARES and by_epoch)
+    if partition == "proportional" and controller in CONTROLLERS and not keeps_shares:
         raise ValueError(
-            f"The partition 'proportional' cuts the data into shards once an epoch, but the controller {law!r} changes "
-            "the counts between, or waits for timings of exactly its own. Use partition 'global', or one of the "
-            f"controllers equal, fixed, {', '.join(_SHARING)} acting once an epoch."
+            f"The partition 'proportional' cuts the data into shards once per epoch, but the controller {controller!r} "
+            "changes the counts in between, or needs timings of exactly its own counts. Use partition 'global', or one "
+            f"of the controllers equal, fixed, {', '.join(_BY_SHARES)} acting once per epoch."
         )
-    if partition == "submodular" and law not in UNTIMED:
+    if partition == "submodular" and controller not in UNTIMED:
         raise ValueError(
-            "The partition 'submodular' gives every worker its samples for good, as many as its rate says, and the "
-            f"controller {law!r} would change their number. Use the controller static, with blocks sized by the "
-            "workers' rates."
+            "The partition 'submodular' gives every worker a fixed block, sized by its rate, and the controller "
+            f"{controller!r} would change the counts. Use the controller static, with blocks sized by the workers' "
+            "rates."
         )
     if partition != "global" and quantum > 1:
         raise ValueError(
@@ -245,28 +286,30 @@ def _check(chosen: Choice, quantum: int) -> None:
         )
     if sync == "daso" and partition != "global":
         raise ValueError(
-            "Nodes of the sync 'daso' take parts of the global order, each its own; the partition "
+            "Nodes of the sync 'daso' each take parts of the global order, but the partition "
             f"{partition!r} cuts shards for single workers. Use partition 'global'."
         )
     if sync == "daso" and faithful:
         raise ValueError(
-            f"The controller {law!r} weighs the workers' gradients in its published form, and the sync 'daso' counts "
-            "all samples alike. Use the controller balanced or equal."
+            f"The controller {controller!r} weighs the workers' gradients in its published form, but the sync 'daso' "
+            "counts all samples alike. Use the controller balanced or equal."
         )
     if not chosen.sync.stepped and partition != "global":
         raise ValueError(
-            f"With the sync {sync!r} whoever is free takes the next samples, and the partition {partition!r} gives "
-            "every worker its own. Use partition 'global'."
+            f"With the sync {sync!r} a free worker takes the next samples, but the partition {partition!r} gives every "
+            "worker its own. Use partition 'global'."
         )
     if not chosen.sync.stepped and chosen.engine.name not in ("auto", "chunked"):
         raise ValueError(
-            f"With the sync {sync!r} every worker runs alone, and the engine {chosen.engine.name!r} is one program "
-            "over all of them. Use the engine chunked."
+            f"With the sync {sync!r} every worker runs alone, but the engine {chosen.engine.name!r} is one program "
+            "over all workers. Use the engine chunked."
         )
 
 
-def _is(given: str | Sync | None, named: Any) -> bool:
-    return named(given) if isinstance(given, str) else isinstance(given, Sync) and not given.stepped
+def _is_asynchronous(sync: str | Sync | None) -> bool:
+    """Return whether a sync, by name or as an object, has no global steps."""
+    found = syncs.REGISTRY.get(sync) if isinstance(sync, str) else sync
+    return isinstance(found, Sync | type) and not found.stepped
 
 
 def _name(given: Any) -> str:

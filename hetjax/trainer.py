@@ -1,36 +1,34 @@
-"""The trainer: a loop around `hetjax.Step` with a sampler, hooks, evaluation and what a checkpoint needs."""
+"""The trainer: a training loop around `hetjax.Step` with sampler, hooks, evaluation and the content of checkpoints."""
 
 from __future__ import annotations
 
 import inspect
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import islice, zip_longest
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 
-from hetjax import presets
+from hetjax import loops, presets
 from hetjax import sync as syncs
 from hetjax.adapters.probe import probe_indices
 from hetjax.arguments import MOST_SAMPLES, MOST_SEED, check_batch_size, check_hooks, whole
-from hetjax.data.batches import FeedBatch, as_batch, is_stream, sample_of
+from hetjax.data.batches import FeedBatch, is_stream
 from hetjax.data.memory import as_source
 from hetjax.data.prefetch import Feed, Rows
 from hetjax.data.source import Source, fetch
 from hetjax.engines import EngineSpec
 from hetjax.fleet.agree import digest, same
-from hetjax.history import History, Hook, Record, Recorder
-from hetjax.pipeline import LiveState
+from hetjax.history import History, Hook, Recorder
 from hetjax.planning.controllers.base import Controller
 from hetjax.reduce.optimizer import check_params
-from hetjax.reduce.update import State, checked
 from hetjax.sampling.blocks import Blocks
 from hetjax.sampling.order import Sampler
 from hetjax.sampling.shards import BlockSampler, ProportionalSampler
 from hetjax.simulation.calibration import calibrate
+from hetjax.state import State, checked
 from hetjax.step import Step
 from hetjax.sync import Sync
 from hetjax.sync.base import FitJob
@@ -41,25 +39,33 @@ Tree = Any
 
 
 class Trainer:
-    """Trains a model data-parallel on workers of unequal and changing speed.
+    """Trains a model, data-parallel, on workers of unequal and changing speed.
+
+    Example:
+        >>> trainer = hetjax.Trainer(loss_fn, optax.adamw(1e-3), batch_size=512)
+        >>> state, history = trainer.fit(trainer.init(params), {"x": x, "y": y}, epochs=10)
+        >>> trainer.evaluate(state, {"x": x_test, "y": y_test})
+        {'loss': 0.31}
 
     Args:
         loss_fn: one loss per example, or a `hetjax.FlaxModel`; see `hetjax.Step`.
         optimizer: any optax optimizer.
-        batch_size: samples per step over all workers, constant; at most as many as the source has.
-        strategy: a preset of the four axes below: 'balanced' (default), 'dbs', 'daso', 'hogbatch', ...
+        batch_size: samples of a step over all workers; at most those of the source.
+        strategy: a preset of the four axes below: 'balanced' (default), 'dbs', 'daso', 'hogbatch', ...; see
+            `hetjax.presets.PRESETS`.
         controller: how many samples each worker gets: a name such as 'equal' or 'fixed:4,2,1,1', or an object.
-        partition: which ones: 'global' (any samples of the batch for any worker), 'proportional' (shards, cut once an
-            epoch), or `Blocks` of which each worker has one for good (`hetjax.make_blocks`).
-        sync: when the workers agree: a name such as 'allreduce' or 'daso', or an object.
-        engine: how a worker computes: a name, or an object such as `hetjax.Chunked(max_rows=256)`.
-        capacity: most samples of a worker in a step; one number, or one per worker.
-        quantum: counts are multiples of it. Default: that of the model (the group size of BatchNorm), or 1.
-        seed: which order the samples come in, and with a sample's position its random key.
-        **options: of `hetjax.Step`: transport, devices, speeds, eval_fn, advance, ema_decay, on_nonfinite,
-            max_skips, wait_limit.
+        partition: which samples each worker gets: 'global' (any of the batch), 'proportional' (shards, cut once per
+            epoch), or fixed `Blocks`, one per worker (`hetjax.make_blocks`).
+        sync: how and when workers synchronize: a name such as 'allreduce' or 'daso', or an object.
+        engine: how a worker computes its samples: a name, or an object such as `hetjax.Chunked(max_rows=256)`.
+        capacity: maximum samples of a worker in a step; one number, or one per worker.
+        quantum: counts are multiples of it. Default: the model's (the group size of BatchNorm), or 1.
+        seed: the order of the samples derives from it, and with their positions their random keys.
+        **options: further options of `hetjax.Step`: transport, devices, speeds, eval_fn, advance, ema_decay,
+            on_nonfinite, max_skips, wait_limit.
 
     Raises:
+        TypeError: if an option is unknown or of the wrong type.
         ValueError: if an option is out of range, or options do not go together.
     """
 
@@ -87,12 +93,12 @@ class Trainer:
         if chosen.partition == "submodular":
             raise ValueError(
                 "The partition 'submodular' needs its blocks: make them from the data with hetjax.make_blocks(source, "
-                "rates) and give them as partition."
+                "rates) and pass them as partition."
             )
         self.sync, self.seed = chosen.sync, whole("seed", seed, 0, MOST_SEED)
         self.partition = chosen.partition if isinstance(chosen.partition, str) else BlockSampler.partition
         self.blocks = chosen.partition if isinstance(chosen.partition, Blocks) else None
-        self._capacity = capacity  # without a barrier, of single batches: it does not count in an evaluation
+        self._capacity = capacity  # without global steps it limits single batches, and no evaluation
         self.step = Step(
             loss_fn,
             optimizer,
@@ -111,7 +117,7 @@ class Trainer:
                 "or re-cut it for these."
             )
         self._sampler: Any = None
-        self._order: Mapping[str, Any] | None = None  # how an epoch was shared out that the next `fit` goes on with
+        self._order: Mapping[str, Any] | None = None  # partition of an unfinished epoch, for the next `fit`
 
     @property
     def workers(self) -> Any:
@@ -120,12 +126,12 @@ class Trainer:
 
     @property
     def batch_size(self) -> int:
-        """Samples per step over all workers."""
+        """Samples of a step over all workers."""
         return self.step.batch_size
 
     @property
     def controller(self) -> Controller:
-        """How many samples each worker gets. Another one may be set between two calls of `fit`."""
+        """The controller, which decides how many samples each worker gets; can be set between two calls of `fit`."""
         return self.step.controller
 
     @controller.setter
@@ -138,7 +144,15 @@ class Trainer:
         return self.step.simulation
 
     def init(self, params: Tree, model_state: Tree = None) -> State:
-        """The state before the first step; see `Step.init`."""
+        """Build the state before the first step.
+
+        Args:
+            params: any tree of arrays, the same in all processes.
+            model_state: what the model carries from step to step, such as BatchNorm statistics.
+
+        Returns:
+            The state, with a fresh state of the optimizer.
+        """
         check_params(params, self.sync.name)
         return self.step.init(params, model_state)
 
@@ -152,21 +166,26 @@ class Trainer:
         stop_at: int | None = None,
         hooks: Sequence[Hook] = (),
     ) -> tuple[State, History]:
-        """Train for so many further epochs or steps, or until the cursor reaches `stop_at` samples.
+        """Train for a number of further epochs or steps, or until the cursor reaches `stop_at` samples.
 
         Args:
-            state: from `init`, an earlier `fit` or a checkpoint; it stays as it is.
-            source: anything with `__len__` and `__getitem__`, or a dict of arrays: every sample is then seen exactly
-                once an epoch, over a resume too. Or a stream of batches, with `steps`: then how samples are ordered,
-                and where a resumed run goes on, is up to the stream.
-            epochs: how many epochs; give exactly one of epochs, steps and stop_at.
-            steps: how many steps; for a stream at most, None for all of it.
-            stop_at: the cursor at which to end.
+            state: from `init`, an earlier `fit` or a checkpoint; it stays valid.
+            source: anything with `__len__` and `__getitem__`, or a dict of arrays: every sample is seen exactly once
+                per epoch, also across a resume. Or a stream of batches, with `steps`: its order, and where a resumed
+                run continues, are up to the stream.
+            epochs: number of epochs; give exactly one of epochs, steps and stop_at.
+            steps: number of steps; for a stream the maximum, None for all of it.
+            stop_at: cursor at which to end.
             hooks: called with every finished step's record and the state after it, while the next step runs. They must
-                copy what they want to keep of the state, whose buffers are reused at the end of that step.
+                copy what they keep of the state: its buffers are reused at the end of that step.
 
         Returns:
             The state at the end, and the history of this call.
+
+        Raises:
+            NonFiniteError: if a step had a NaN or infinity, and on_nonfinite is 'stop'.
+            TypeError: if an argument is of the wrong type.
+            ValueError: if an argument is out of range, or does not fit the partition or the source.
         """
         check_hooks(hooks)
         state = checked(state)
@@ -195,14 +214,14 @@ class Trainer:
             self.simulation,
             self.step.wait_limit,
             by_steps=lambda state: self._by_steps(state, source, sample, sampler, end, until, steps, hooks),
-            open_session=lambda state: self.step.session(
-                state, sample, train=True, sync=self.sync, capacity=self._capacity
+            open_session=lambda state: self.step.sessions.for_training(
+                state, sample, self.sync, self.controller, self._capacity
             ),
             rule=self.step.rule,
             record=lambda history: Recorder(history, hooks, self.simulation),
             stopping=lambda: self.step.requests.stop,
             saving=self.step.requests.take_save,
-            check=self.step.check_finite,
+            check=self.step.nonfinite.check,
             calibrate=lambda session, replicas: calibrate(
                 self.simulation, session, replicas, Rows(sample, 0), self.batch_size, self.seed
             ),
@@ -223,36 +242,19 @@ class Trainer:
         steps: int | None,
         hooks: Sequence[Hook],
     ) -> tuple[State, History]:
-        """Plan, fetch and run one step after the other."""
-        step, first = self.step, state.step
-        live = step.open(state, sample, epoch_size=len(source), end=until)
-        last = first + (steps or sampler.steps_between(state.cursor, end))
-        feed = Feed(source, sampler)
-
-        def advance(live: LiveState) -> tuple[LiveState, Record | None] | None:
-            if live.cursor >= end or live.step - first == steps:
-                return None
-            span, plan = sampler.next(live.cursor, step.plan)
-            cursor = live.cursor + span.advance
-            following = sampler.ahead(cursor) if cursor < end else None
-            return step.run(live, FeedBatch(feed, span, following), span, plan)
-
-        try:
-            state, history = self._run(live, advance, last, hooks, lambda: feed.waited)
-        finally:
-            feed.close()
+        state, history = loops.over_source(
+            self.step, state, source, sample, sampler, end=end, until=until, steps=steps, hooks=hooks
+        )
         self._order = sampler.state_dict(state.cursor) if self.partition != "global" else None
         return state, history
 
     def _fit_stream(
         self, state: State, stream: Iterable[Any], length: Mapping[str, int], hooks: Sequence[Hook]
     ) -> tuple[State, History]:
-        """Train on batches as they come."""
-        steps = length.get("steps")
         if length.keys() - {"steps"}:
             raise ValueError(
-                "A stream of batches has no known length: say how long to train with steps, at least 1, or leave it "
-                "out to train until the stream ends. For epochs give a source with __len__ and __getitem__."
+                "A stream of batches has no known length: give the number of steps, at least 1, or leave it out to "
+                "train until the stream ends. For epochs give a source with __len__ and __getitem__."
             )
         if not self.sync.stepped or self.partition != "global":
             raise ValueError(
@@ -260,64 +262,28 @@ class Trainer:
                 "source with __len__ and __getitem__ instead of a stream of batches."
             )
         presets.check_without_epochs(self.controller)
-        step, batches = self.step, self.step.batches(islice(stream, steps))
-        given = next(batches, None)
-        if given is None:
-            raise ValueError("The stream of batches is empty: there is nothing to train on.")
-        live, waited = step.open(state, sample_of(as_batch(given, self.batch_size), step.sample_size(state))), 0.0
-
-        def advance(live: LiveState) -> tuple[LiveState, Record | None] | None:
-            nonlocal given, waited
-            if given is None:
-                began = time.perf_counter()
-                given = next(batches, None)
-                waited += time.perf_counter() - began
-            if given is None:
-                return None
-            batch, given = given, None
-            return step(live, batch)
-
-        return self._run(live, advance, live.step + (steps or 0), hooks, lambda: waited)
-
-    def _run(
-        self,
-        live: LiveState,
-        advance: Callable[[LiveState], tuple[LiveState, Record | None] | None],
-        last: int,
-        hooks: Sequence[Hook],
-        waited: Callable[[], float],
-    ) -> tuple[State, History]:
-        """Steps until `advance` has none left or the end was asked for, with their bookkeeping."""
-        step, made, record = self.step, None, None
-        step.requests.stop = False
-        engine = live.pipeline.session.engine.name
-        history = History(
-            engine=engine,
-            transport=live.pipeline.reduce.name,
-            controller=self.controller.name,
-            workers=len(self.workers),
-            last_step=last,
-        )
-        with Recorder(history, hooks, self.simulation) as recorder:
-            while not (record is not None and record.stop) and (made := advance(live)) is not None:
-                before, (live, record) = live, made
-                if record is not None:
-                    recorder.add(record, before.whole())
-            if (record := step.flush()) is not None:
-                recorder.add(record, live.whole())
-            recorder.finish(history.own_rates(), waited())
-        return live.whole(), history
+        return loops.over_stream(self.step, state, stream, length.get("steps"), hooks)
 
     def answer(self, state: State) -> State:
-        """The state with one set of parameters, where the sync keeps several (see `hetjax.sync`)."""
+        """Return the state with one set of parameters, where the sync keeps several; see `hetjax.sync`.
+
+        Args:
+            state: as returned by `fit`.
+
+        Returns:
+            The state that is evaluated and used.
+        """
         return self.sync.answer(state)
 
     def evaluate(self, state: State, source: Any) -> dict[str, float]:
-        """Mean loss and metrics over every sample, each exactly once, split like the training steps.
+        """Compute the mean loss and metrics over every sample, each exactly once, split like the training steps.
 
         Args:
-            state: as `fit` returned it.
-            source: as in `fit`, or the batches themselves.
+            state: as returned by `fit`.
+            source: as in `fit`, or batches.
+
+        Returns:
+            The mean of 'loss' and of every metric, by name.
         """
         state = checked(state)
         if is_stream(source):
@@ -333,15 +299,22 @@ class Trainer:
             feed.close()
 
     def stop(self) -> None:
-        """Ask for the end: all processes stop after the same step."""
+        """Request the end of `fit`: all processes stop after the same step."""
         self.step.requests.stop = True
 
     def ask_to_save(self) -> None:
-        """Ask for a checkpoint: all processes find it in the record of the same step (`Record.save`)."""
+        """Request a checkpoint: all processes find the request in the record of the same step (`Record.save`)."""
         self.step.requests.save = True
 
     def state_dict(self, state: State) -> dict[str, Any]:
-        """What a run is made of beside its state, as plain JSON values: a checkpoint holds both."""
+        """Return what a checkpoint holds besides the state.
+
+        Args:
+            state: the state that is saved with it.
+
+        Returns:
+            Plain JSON values.
+        """
         return {
             "batch_size": self.batch_size,
             "seed": self.seed,
@@ -351,16 +324,27 @@ class Trainer:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any], state: State) -> State:
-        """Restore what `state_dict` returned and return the state for the next `fit`. Workers may differ."""
+        """Restore what `state_dict` returned. The workers may differ.
+
+        Args:
+            saved: what `state_dict` returned.
+            state: the state that was saved with it.
+
+        Returns:
+            The state for the next `fit`.
+
+        Raises:
+            ValueError: if batch size or seed differ from the saved ones.
+        """
         for name, mine in (("batch_size", self.batch_size), ("seed", self.seed)):
             if saved[name] != mine:
                 raise ValueError(
                     f"The run was begun with {name}={saved[name]} and cannot go on with {mine}: its steps would be "
                     "other ones. Resume with the same, or start a new run."
                 )
-        others = self.sync.by_node and jax.process_index() > 0  # it is about the first node's workers
+        others = self.sync.by_node and jax.process_index() > 0  # the saved one belongs to the first node's workers
         if saved["controller"].get("controller") == self.controller.name and not others:
-            self.controller.load_state_dict(saved["controller"])  # another one starts with what it sees
+            self.controller.load_state_dict(saved["controller"])  # another controller starts afresh
         self._sampler, self._order = None, saved["order"]
         if syncs.current_name(saved["sync"]["name"]) == self.sync.name:
             self.sync.load_state_dict(saved["sync"]["state"])
@@ -368,7 +352,7 @@ class Trainer:
         return syncs.make(saved["sync"]["name"]).answer(state)
 
     def close(self) -> None:
-        """End the threads of the engines; compiled programs are dropped."""
+        """End the threads of the engines and drop the compiled programs."""
         self.step.close()
 
     def __enter__(self) -> Trainer:
@@ -378,9 +362,10 @@ class Trainer:
         self.step.__exit__(*exception)
 
     def _end(self, cursor: int, sampler: Any, length: Mapping[str, int]) -> int:
+        """Return the cursor at which training ends."""
         if len(length) != 1:
             raise ValueError(
-                "Say how long to train with exactly one of epochs, steps or stop_at; got "
+                "Give the length of training as exactly one of epochs, steps or stop_at; got "
                 f"{', '.join(length) or 'none'}."
             )
         ((unit, count),) = length.items()
@@ -398,14 +383,14 @@ class Trainer:
             return kind(samples, self.batch_size, self.seed)
         if self.blocks.size != samples:
             raise ValueError(
-                f"The partition shares out {self.blocks.size:,} samples and the source has {samples:,}: make the "
+                f"The partition divides {self.blocks.size:,} samples, but the source has {samples:,}: make the "
                 "blocks from the source that is trained on."
             )
         return BlockSampler(self.blocks.indices, self.batch_size, self.seed)
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Refuse options that a step does not have; what belongs to an engine is named."""
+    """Refuse unknown options; for an option of an engine, show where it goes."""
     of_engine = {"rungs": "rungs=[16, 64]", "max_rows": "max_rows=256", "complete_ladder": "complete=True"}
     known = inspect.signature(Step).parameters
     for name in sorted(options.keys() - known.keys()):

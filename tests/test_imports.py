@@ -14,7 +14,7 @@ PACKAGE = Path(hetjax.__file__).parent
 # From the bottom up: a part imports from itself and from earlier rows only.
 ORDER = [
     {"arguments", "environment", "plain_state", "thinning"},
-    {"planning", "devices", "interrupt"},
+    {"planning", "devices", "interrupt", "state"},
     {"sampling"},
     {"reduce", "report"},
     {"fleet"},
@@ -24,7 +24,9 @@ ORDER = [
     {"history"},
     {"sync", "checkpoint", "nonfinite"},
     {"presets", "pipeline"},
+    {"sessions", "evaluation"},
     {"step"},
+    {"loops"},
     {"trainer"},
     {"zoo"},
     {"cli"},

@@ -13,7 +13,7 @@ def test_the_first_is_a_wish_and_the_second_ends_at_once(number):
     wishes, before = [], signal.getsignal(number)
     with stop_on_signals(lambda: wishes.append(number)) as interrupt:
         os.kill(os.getpid(), number)
-        assert interrupt.asked
+        assert interrupt.requested
         assert wishes == [number]
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)
@@ -25,6 +25,6 @@ def test_a_hangup_that_is_ignored_stays_so():
     try:
         with stop_on_signals(lambda: None) as interrupt:
             os.kill(os.getpid(), signal.SIGHUP)
-            assert not interrupt.asked
+            assert not interrupt.requested
     finally:
         signal.signal(signal.SIGHUP, before)

@@ -61,9 +61,9 @@ def test_syncs_without_a_barrier_plan_nothing():
 REFUSED = [
     ({"strategy": "daso", "controller": "dbs", "partition": "proportional"}, "parts of the global order"),
     ({"strategy": "best"}, "There is no strategy 'best'"),
-    ({"controller": "balanced", "partition": "proportional"}, "once an epoch"),
-    ({"controller": "balanced", "partition": "submodular"}, "for good"),
-    ({"strategy": "dbs", "partition": "submodular"}, "for good"),
+    ({"controller": "balanced", "partition": "proportional"}, "once per epoch"),
+    ({"controller": "balanced", "partition": "submodular"}, "a fixed block"),
+    ({"strategy": "dbs", "partition": "submodular"}, "a fixed block"),
     ({"engine": "fast"}, "Unknown engine 'fast'"),
     ({"sync": "hogbatch", "controller": "balanced"}, "nothing to plan"),
     ({"strategy": "dbs", "sync": "hogbatch"}, "gives every worker its own"),
@@ -78,7 +78,7 @@ REFUSED = [
     ("asked", "sentence"),
     [
         *REFUSED,
-        ({"controller": "dbs", "partition": "proportional", "every": 5}, "once an epoch"),
+        ({"controller": "dbs", "partition": "proportional", "every": 5}, "once per epoch"),
         ({"controller": "balanced", "faithful": True}, "weighs all samples alike"),
         ({"controller": "balanced", "every": 5}, "no cadence"),
         ({"sync_options": {"mix_every": 2}}, "option of the sync decentralized, not of 'allreduce'"),
@@ -103,7 +103,7 @@ def test_the_constructors_refuse_the_same(asked, sentence):
 
 def test_objects_are_checked_like_names():
     every_five = controllers.make("dbs", every=5)
-    with pytest.raises(ValueError, match="once an epoch"):
+    with pytest.raises(ValueError, match="once per epoch"):
         choose(controller=every_five, partition="proportional")
     with pytest.raises(ValueError, match="counts all samples alike"):
         choose(controller=controllers.make("dbs", faithful=True), sync="daso")

@@ -22,7 +22,7 @@ from hetjax.fleet.distributed import initialize, leave
 from hetjax.history import History, Record
 from hetjax.planning import controllers
 from hetjax.planning.controllers.base import Controller
-from hetjax.reduce.update import State
+from hetjax.state import State
 from hetjax.trainer import Trainer
 from hetjax.zoo.layers import max_pool
 from hetjax.zoo.tasks import classification

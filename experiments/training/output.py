@@ -19,7 +19,7 @@ from training.configs import Config
 from hetjax import checkpoint, report
 from hetjax.history import History
 from hetjax.presets import Choice
-from hetjax.reduce.update import State
+from hetjax.state import State
 
 log = logging.getLogger("hetjax")
 SAME_STEPS = 10  # later the optimizer has blown up the rounding of sums in another order

@@ -1,1 +1,1 @@
-"""From a user's model to the contract of hetjax: the contract, Flax models, normalization, a probe."""
+"""Adapters: the contract with the user's model, Flax models, batch normalization, and a probe of the model state."""

@@ -1,11 +1,13 @@
-"""Batch normalization whose result does not depend on how the batch was split.
+"""Batch normalization whose result does not depend on how the batch is split among workers.
 
-Statistics are taken over fixed groups of G consecutive samples of the GLOBAL batch (sync='groups'); chunks and slices
-consist of whole groups, so any split gives the same numbers. Only a short last group is masked. sync='exact' takes
-them over all valid samples of all workers, which needs a collective in the forward pass and so the masked engine.
+With sync='groups' statistics are taken over fixed groups of consecutive samples of the global batch; counts and
+microbatches are multiples of the group, so any split gives the same numbers. Only a short last group is masked. With
+sync='exact' they are taken over all valid samples of all workers, which needs a collective in the forward pass, and so
+the masked engine.
 
-The layers see ONE example; the batch is there through two vmapped axes: the samples of a group, and the groups.
-S. Ioffe, C. Szegedy: Batch Normalization, ICML 2015; groups: "ghost batches" of Hoffer et al., NeurIPS 2017.
+The layers see one example; the batch is reached through two vmapped axes, the samples of a group and the groups.
+
+Ioffe and Szegedy, Batch Normalization, ICML 2015; groups are the "ghost batches" of Hoffer et al., NeurIPS 2017.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ _VALID: ContextVar[jax.Array | None] = ContextVar("hetjax_valid", default=None)
 
 
 @contextmanager
-def _this_example_is(valid: jax.Array) -> Iterator[None]:
+def _example_is_valid(valid: jax.Array) -> Iterator[None]:
     token = _VALID.set(valid)
     try:
         yield
@@ -35,33 +37,33 @@ def _this_example_is(valid: jax.Array) -> Iterator[None]:
 
 
 def over_groups(one: Callable[..., Any], group: int, mask_b: jax.Array, *args_b: Any) -> Any:
-    """`one(*args)` for each example of a batch, with BatchNorm layers inside aware of groups and mask."""
+    """Map `one(*args)` over the examples of a batch; BatchNorm layers inside see their group and the mask."""
 
     def example(valid: jax.Array, *args: Any) -> Any:
-        with _this_example_is(valid):
+        with _example_is_valid(valid):
             return one(*args)
 
     rows = len(mask_b)
     if rows % group:
-        raise ValueError(f"A block of {rows} rows does not consist of whole groups of {group}: set quantum={group}.")
+        raise ValueError(f"A block of {rows} rows does not consist of whole groups of {group}. Set quantum={group}.")
     split = lambda x: x.reshape(rows // group, group, *x.shape[1:])
     out = jax.vmap(jax.vmap(example, axis_name=SAMPLES), axis_name=GROUPS)(*jax.tree.map(split, (mask_b, *args_b)))
     return jax.tree.map(lambda x: x.reshape(rows, *x.shape[2:]), out)
 
 
 def batch_statistics(x: jax.Array, sync: str) -> tuple[jax.Array, jax.Array]:
-    """Mean and variance per feature, in float32 or wider, over the valid samples that belong together."""
+    """Return mean and variance per feature, in float32 or wider, over the valid samples of a group or of the batch."""
     valid = _VALID.get()
     if valid is None:
         raise ValueError(
-            "hetjax.BatchNorm was called in training outside of hetjax: its statistics need to know the batch. Use "
-            "from_nnx or from_linen, or set the model to evaluation."
+            "hetjax.BatchNorm was called in training mode outside of hetjax, where the batch is unknown. Use from_nnx "
+            "or from_linen, or set the model to evaluation mode."
         )
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    places = tuple(range(x.ndim - 1))
+    axes = tuple(range(x.ndim - 1))
 
     def mean(values: jax.Array) -> jax.Array:
-        parts = jnp.where(valid, jnp.mean(values, axis=places), 0), valid.astype(x.dtype)
+        parts = jnp.where(valid, jnp.mean(values, axis=axes), 0), valid.astype(x.dtype)
         total, count = jax.lax.psum(parts, SAMPLES)
         if sync == "exact":
             total, count = SyncAxis.current().sum(jax.lax.psum((total, count), GROUPS))
@@ -75,7 +77,7 @@ def _check(sync: str, group: int) -> None:
     if sync not in ("groups", "exact"):
         raise ValueError(f"sync must be 'groups' (fixed groups of the global batch) or 'exact', got {sync!r}.")
     if group < 2:
-        raise ValueError(f"A group of {group} has no statistics: use at least 2 samples, 16 by default.")
+        raise ValueError(f"A group of {group} has no statistics: use at least 2 samples (default: 16).")
 
 
 def _normalize(
@@ -85,7 +87,25 @@ def _normalize(
 
 
 class BatchNorm(nnx.Module):
-    """For Flax NNX. In training `mean` and `var` become the batch's statistics; hetjax averages them over the steps."""
+    """Batch normalization for Flax NNX, independent of how the batch is split among workers.
+
+        y = (x - mean) / sqrt(var + epsilon) * scale + bias
+
+    In training mean and var are those of fixed groups of consecutive samples of the global batch (Ioffe and Szegedy,
+    ICML 2015; Hoffer et al., NeurIPS 2017), and hetjax averages them over the steps. In evaluation mode
+    (`use_running_average`, set by `model.eval()`) the running averages are used.
+
+    Args:
+        features: size of the last axis.
+        group: samples of a group, at least 2.
+        sync: 'groups', or 'exact' for statistics over the whole global batch, which needs engine='masked'.
+        epsilon: added to the variance.
+        dtype: of the output. Default: that of the input.
+        rngs: not used; accepted as in other NNX layers.
+
+    Raises:
+        ValueError: if sync is unknown, or group is below 2.
+    """
 
     def __init__(
         self,
@@ -104,6 +124,14 @@ class BatchNorm(nnx.Module):
         self.mean, self.var = nnx.BatchStat(jnp.zeros(features)), nnx.BatchStat(jnp.ones(features))
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalize one example.
+
+        Args:
+            x: one example without a batch axis, features last.
+
+        Returns:
+            The normalized example.
+        """
         if self.use_running_average:
             mean, var = self.mean[...], self.var[...]
         else:
@@ -113,7 +141,17 @@ class BatchNorm(nnx.Module):
 
 
 class LinenBatchNorm(linen.Module):
-    """The same for Flax Linen, with its statistics in the collection `batch_stats`."""
+    """Batch normalization for Flax Linen, independent of the split; see `BatchNorm`.
+
+    The statistics are in the collection `batch_stats`.
+
+    Attributes:
+        use_running_average: use the running averages instead of the batch's statistics, for evaluation.
+        group: samples of a group, at least 2.
+        sync: 'groups', or 'exact' for statistics over the whole global batch, which needs engine='masked'.
+        epsilon: added to the variance.
+        dtype: of the output. Default: that of the input.
+    """
 
     use_running_average: bool = False
     group: int = 16
@@ -123,6 +161,14 @@ class LinenBatchNorm(linen.Module):
 
     @linen.compact
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalize one example.
+
+        Args:
+            x: one example without a batch axis, features last.
+
+        Returns:
+            The normalized example.
+        """
         _check(self.sync, self.group)
         features = (x.shape[-1],)
         mean = self.variable("batch_stats", "mean", jnp.zeros, features)

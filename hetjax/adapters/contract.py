@@ -1,4 +1,4 @@
-"""The contract with the user's model: one loss per example, one key per example, everything summed, never averaged."""
+"""The contract with the user's model: one loss and one key per example; values are summed, never averaged."""
 
 from __future__ import annotations
 
@@ -12,24 +12,29 @@ import numpy as np
 
 Tree = Any
 
-# Words of the control vector that goes with every block of rows: data, so that no plan ever compiles anything.
+# Entries of the control vector of a block of rows. It is data, not shape, so no plan recompiles anything.
 COUNT, SEED, EPOCH, POSITION = range(4)
 
 _ARRAY: Any = (jax.Array, np.ndarray, np.generic, int, float)
 
 
 def control(count: int, *, seed: int, epoch: int, position: int) -> np.ndarray:
-    """The control vector of a block of rows; `position` is the place of its first row in the epoch's global order."""
+    """Return the control vector of a block of rows; `position` is that of its first row in the epoch's global order."""
     return np.array([count, seed & 0xFFFFFFFF, epoch, position], np.uint32)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Example:
-    """What a model says of each example of a batch.
+    """What a loss function returns: one value per example of the batch.
 
-    With weights (tokens of a sequence) `loss_b` and the metrics are weighted SUMS over the example; totals are divided
-    by the global weight. Without, the weight of an example is one.
+    Reported values and the gradient are sum_b value_b / sum_b weight_b over the global batch. So with weights (such as
+    the tokens of a sequence) `loss_b` and the metrics are weighted sums over the example.
+
+    Attributes:
+        loss_b: loss of each example, [batch].
+        weight_b: weight of each example, [batch]. Default: 1 each.
+        metrics: further values by name, each [batch].
     """
 
     loss_b: jax.Array
@@ -39,10 +44,10 @@ class Example:
 
 @dataclass(frozen=True)
 class Objective:
-    """A user's loss function behind one signature, stateful or not.
+    """A user's loss function behind one signature, with or without model state.
 
-    Without model state: `loss_fn(params, batch, keys)` returns `loss_b` or an `Example`.
-    With model state: `loss_fn(params, state, batch, keys, mask_b)` returns that and the sums for the state's update.
+    Without model state, `loss_fn(params, batch, keys)` returns `loss_b` or an `Example`. With model state,
+    `loss_fn(params, state, batch, keys, mask_b)` returns that and the sums for the state's update.
     """
 
     loss_fn: Callable[..., Any]
@@ -58,14 +63,14 @@ class Objective:
                     "With model state, loss_fn must return two values, the losses (or a hetjax.Example) and the sums "
                     f"for the state's update, but it returned {_kind(returned)}."
                 )
-            told, state_sums = returned
+            value, state_sums = returned
         else:
-            told, state_sums = self.loss_fn(params, batch, keys_b), ()
-        told = as_example(told)
+            value, state_sums = self.loss_fn(params, batch, keys_b), ()
+        example = as_example(value)
         rows = len(mask_b)
-        named = {"the loss": told.loss_b, **{f"metric {name!r}": value for name, value in told.metrics.items()}}
-        if told.weight_b is not None:
-            named["the weight"] = told.weight_b
+        named = {"the loss": example.loss_b, **{f"metric {name!r}": value for name, value in example.metrics.items()}}
+        if example.weight_b is not None:
+            named["the weight"] = example.weight_b
         for name, value in named.items():
             if not isinstance(value, _ARRAY):
                 raise TypeError(f"{name.capitalize()} should be an array of one value per example, not {_kind(value)}.")
@@ -80,17 +85,17 @@ class Objective:
                     f"loss_fn must return one value per example: for {rows} rows {name} should have shape ({rows},), "
                     f"but it has shape {shape}. {advice}"
                 )
-        return told, state_sums
+        return example, state_sums
 
 
 def as_example(returned: Any) -> Example:
-    """What a loss function returned, as an `Example`."""
+    """Return what a loss function returned as an `Example`."""
     if isinstance(returned, Example):
         return returned
     if not isinstance(returned, _ARRAY):
         raise TypeError(
-            f"The loss function returned {_kind(returned)} in place of a loss. Return the loss of each example alone, "
-            "or, with more to report, hetjax.Example(loss, metrics={'accuracy': correct})."
+            f"The loss function returned {_kind(returned)} instead of a loss. Return the loss of each example alone, "
+            "or with metrics hetjax.Example(loss, metrics={'accuracy': correct})."
         )
     return Example(returned)
 
@@ -100,15 +105,15 @@ def _kind(value: Any) -> str:
 
 
 def example_keys(ctl: jax.Array, rows: int) -> jax.Array:
-    """One PRNG key per row from (seed, epoch, global position): the same for a sample however the batch is split."""
+    """Return one PRNG key per row from (seed, epoch, global position), which does not depend on the split."""
     key = jax.random.fold_in(jax.random.key(ctl[SEED]), ctl[EPOCH])
     return jax.vmap(jax.random.fold_in, (None, 0))(key, ctl[POSITION] + jnp.arange(rows, dtype=jnp.uint32))
 
 
 def valid_rows(batch: Tree, ctl: jax.Array) -> tuple[Tree, jax.Array]:
-    """The batch with every padding row replaced by a copy of its first row, and the mask of the valid ones.
+    """Return the batch with every padding row replaced by a copy of the first row, and the mask of valid rows.
 
-    0 * NaN is NaN, so whatever stands in the padding must not enter the model at all.
+    0 * NaN is NaN, so the contents of padding rows must not enter the model at all.
     """
     rows = jax.tree.leaves(batch)[0].shape[0]
     mask_b = jnp.arange(rows, dtype=jnp.uint32) < ctl[COUNT]

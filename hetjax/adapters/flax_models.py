@@ -1,4 +1,4 @@
-"""From a Flax model and a loss of ONE example to the contract of hetjax."""
+"""Flax models: turn a model and the loss of one example into the loss function that hetjax takes."""
 
 from __future__ import annotations
 
@@ -20,25 +20,53 @@ ExampleLoss = Callable[..., Any]
 
 @dataclass(frozen=True)
 class FlaxModel:
-    """What a Step or Trainer takes: `Trainer(m, tx, ...)`, `trainer.init(m.params, m.model_state)`."""
+    """A Flax model for `Step` and `Trainer`, as made by `from_nnx` and `from_linen`.
+
+    Example:
+        >>> model = hetjax.from_nnx(network, example_loss)
+        >>> trainer = hetjax.Trainer(model, optax.adamw(1e-3), batch_size=512)
+        >>> state = trainer.init(model.params, model.model_state)
+
+    Attributes:
+        loss_fn: loss for training; see `hetjax.Step`.
+        eval_fn: loss for evaluation.
+        params: initial parameters.
+        model_state: initial running statistics of BatchNorm; None without.
+        merge: (params, model_state) -> the model with these values.
+        quantum: counts are multiples of it: the group size of BatchNorm, or 1.
+    """
 
     loss_fn: Callable[..., Any]
     eval_fn: Callable[..., Any]
     params: Tree
-    model_state: Tree  # running statistics of BatchNorm; None without
-    merge: Callable[[Tree, Tree], Any]  # (params, model_state) -> the model with these values
-    quantum: int = 1  # counts are multiples of it: the group size of BatchNorm
+    model_state: Tree
+    merge: Callable[[Tree, Tree], Any]
+    quantum: int = 1
 
 
 def from_nnx(model: nnx.Module, example_loss: ExampleLoss) -> FlaxModel:
-    """`example_loss(model, example, rngs)` gives the loss of one example: a number or an `Example` of numbers.
+    """Turn a Flax NNX model and the loss of one example into a `FlaxModel`.
 
-    Each example runs by vmap with its own random streams, so dropout does not depend on the split: `rngs` to pass on
-    in a call, and the streams that layers of the model hold are set from the same key. In evaluation `rngs` is None and
-    the model is in `.eval()` mode.
+    Examples are vmapped, each with its own random streams, so dropout does not depend on the split: `rngs` and the
+    streams held by layers of the model derive from the example's key. Parameters and `nnx.BatchStat` variables are kept
+    from step to step; all other variables are the given model's for every example.
 
-    Parameters and `nnx.BatchStat` variables are kept from step to step; every example finds all other variables as the
-    model was given. Batch normalization has to be `hetjax.BatchNorm`.
+    Example:
+        >>> def example_loss(model, example, rngs):
+        ...     logits = model(example["image"])
+        ...     return optax.softmax_cross_entropy_with_integer_labels(logits, example["label"])
+        >>> model = hetjax.from_nnx(network, example_loss)
+
+    Args:
+        model: the model; it is not changed. Batch normalization must be `hetjax.BatchNorm`.
+        example_loss: `example_loss(model, example, rngs)` returns the loss of one example, a number or an `Example` of
+            numbers. In evaluation `rngs` is None and the model is in `.eval()` mode.
+
+    Returns:
+        Loss functions, parameters and model state.
+
+    Raises:
+        ValueError: if the model contains `flax.nnx.BatchNorm`.
     """
     groups = _groups(model)
     trained, evaluated = nnx.clone(model), nnx.clone(model)
@@ -51,8 +79,8 @@ def from_nnx(model: nnx.Module, example_loss: ExampleLoss) -> FlaxModel:
 
     def train_one(params: Tree, stats: Tree, example: Tree, key: jax.Array) -> tuple[Any, Tree]:
         live = nnx.merge(graph, params, stats, _rekeyed(streams, key), rest, copy=True)
-        told = example_loss(live, example, nnx.Rngs(key))
-        return told, nnx.state(live, nnx.BatchStat)
+        loss = example_loss(live, example, nnx.Rngs(key))
+        return loss, nnx.state(live, nnx.BatchStat)
 
     def eval_one(params: Tree, stats: Tree, example: Tree, key: jax.Array) -> tuple[Any, Tree]:
         live = nnx.merge(eval_graph, params, stats, streams, rest, copy=True)
@@ -72,16 +100,26 @@ def from_linen(
     eval_module: linen.Module | None = None,
     group: int = 16,
 ) -> FlaxModel:
-    """`example_loss(apply, example)` gives the loss of one example; `apply(x, ...)` calls the module on it.
+    """Turn a Flax Linen module and the loss of one example into a `FlaxModel`.
 
-    `variables` come from `module.init`. Dropout gets the example's own key under 'dropout'. `eval_module` is the module
-    for evaluation where modes are fixed at construction (`use_running_average=True`, `deterministic=True`). Batch
-    normalization has to be `hetjax.LinenBatchNorm`, and `group` is that of these layers.
+    Examples are vmapped, each with its own key under 'dropout', so dropout does not depend on the split.
+
+    Args:
+        module: the module for training. Batch normalization must be `hetjax.LinenBatchNorm`.
+        variables: what `module.init` returned.
+        example_loss: `example_loss(apply, example)` returns the loss of one example, a number or an `Example` of
+            numbers; `apply(x, ...)` calls the module.
+        eval_module: the module for evaluation, where modes are fixed at construction (`use_running_average=True`,
+            `deterministic=True`). Default: `module`.
+        group: group size of the module's BatchNorm layers.
+
+    Returns:
+        Loss functions, parameters and model state.
     """
     params = variables["params"]
     stats = variables.get("batch_stats", {})
     fixed = {name: values for name, values in variables.items() if name not in ("params", "batch_stats")}
-    quiet = eval_module or module
+    evaluated = eval_module or module
 
     def train_one(params: Tree, stats: Tree, example: Tree, key: jax.Array) -> tuple[Any, Tree]:
         seen = stats
@@ -98,10 +136,10 @@ def from_linen(
 
     def eval_one(params: Tree, stats: Tree, example: Tree, key: jax.Array) -> tuple[Any, Tree]:
         tree = {"params": params, "batch_stats": stats, **fixed}
-        return example_loss(lambda *args, **kwargs: quiet.apply(tree, *args, **kwargs), example), ()
+        return example_loss(lambda *args, **kwargs: evaluated.apply(tree, *args, **kwargs), example), ()
 
     def merge(params: Tree, model_state: Tree) -> linen.Module:
-        return quiet.bind({"params": params, "batch_stats": model_state or {}, **fixed})
+        return evaluated.bind({"params": params, "batch_stats": model_state or {}, **fixed})
 
     return _contract(train_one, eval_one, params, stats, [group] if jax.tree.leaves(stats) else [], merge)
 
@@ -121,21 +159,21 @@ def _contract(
 
     def loss_fn(params: Tree, state: Tree, batch: Tree, keys_b: jax.Array, mask_b: jax.Array) -> tuple[Example, Tree]:
         one = lambda example, key: train_one(params, state, example, key)
-        told, stats_b = over_groups(one, quantum, mask_b, batch, keys_b)
+        losses, stats_b = over_groups(one, quantum, mask_b, batch, keys_b)
         wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))
         total = lambda x: jnp.sum(jnp.where(mask_b.reshape(-1, *[1] * (x.ndim - 1)), wide(x), 0), axis=0)
         count = jnp.sum(mask_b, dtype=jnp.float32)
-        return as_example(told), (jax.tree.map(total, stats_b), count)
+        return as_example(losses), (jax.tree.map(total, stats_b), count)
 
     def eval_fn(params: Tree, state: Tree, batch: Tree, keys_b: jax.Array, mask_b: jax.Array) -> tuple[Example, Tree]:
-        told = jax.vmap(lambda example, key: eval_one(params, state, example, key)[0])(batch, keys_b)
-        return as_example(told), ()
+        losses = jax.vmap(lambda example, key: eval_one(params, state, example, key)[0])(batch, keys_b)
+        return as_example(losses), ()
 
     return FlaxModel(loss_fn, eval_fn, params, stats, merge, quantum)
 
 
 def _rekeyed(streams: Tree, key: jax.Array) -> Tree:
-    """Every random stream that the model holds, started afresh from this example's key."""
+    """Return the random streams of a model, restarted from an example's key."""
     leaves, tree = jax.tree.flatten(streams)
     is_key = lambda leaf: jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     fresh = [jax.random.fold_in(key, i) if is_key(leaf) else jnp.zeros_like(leaf) for i, leaf in enumerate(leaves)]
@@ -143,7 +181,7 @@ def _rekeyed(streams: Tree, key: jax.Array) -> Tree:
 
 
 def _groups(model: nnx.Module) -> list[int]:
-    """Group sizes of the model's BatchNorm layers; a layer that depends on the split is refused."""
+    """Return the group sizes of the model's BatchNorm layers; refuse layers that depend on the split."""
     groups = []
     for path, module in nnx.iter_modules(model):
         if isinstance(module, nnx.BatchNorm):
@@ -154,7 +192,7 @@ def _groups(model: nnx.Module) -> list[int]:
 
 
 def _refuse_batch_norm(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-    """An interceptor of Linen's methods; a BatchNorm that only uses its running averages may stay."""
+    """Intercept Linen's methods and refuse a BatchNorm, unless it only uses its running averages."""
     layer = context.module
     if isinstance(layer, linen.BatchNorm) and context.method_name == "__call__":
         given = args[1] if len(args) > 1 else kwargs.get("use_running_average")

@@ -1,7 +1,7 @@
-"""Whether a layer may talk across workers inside the forward pass: only in the masked engine.
+"""Collectives in the forward pass, which only the masked engine allows.
 
-In `looped` the workers run different numbers of trips and in `chunked` different programs; a collective inside would
-wait for ever. So a layer asks here while it is traced, on the host, and gets an error instead of a hang.
+In `looped` the workers run different trip counts and in `chunked` different programs, so a collective inside would
+deadlock. A layer asks for the axis while it is traced, on the host, and gets an error instead of a hang.
 """
 
 from __future__ import annotations
@@ -15,18 +15,24 @@ import jax
 
 
 class SyncAxis:
-    """The axis over which the traced program may sum; remembers whether a layer asked for it."""
+    """The axis over which a traced program may sum, and whether a layer has used it.
+
+    Args:
+        name: name of the mesh axis; None while only shapes are computed.
+    """
 
     def __init__(self, name: str | None):
-        self.name = name  # None while only shapes are wanted
+        self.name = name
         self.used = False
 
     def sum(self, tree: Any) -> Any:
+        """Sum over all workers."""
         self.used = True
         return tree if self.name is None else jax.lax.psum(tree, self.name)
 
     @contextmanager
     def allowed(self) -> Iterator[SyncAxis]:
+        """Make this the current axis."""
         token = _CURRENT.set(self)
         try:
             yield self
@@ -35,6 +41,7 @@ class SyncAxis:
 
     @staticmethod
     def current() -> SyncAxis:
+        """Return the current axis, or raise a ValueError where collectives are not allowed."""
         axis = _CURRENT.get()
         if axis is None:
             raise ValueError(

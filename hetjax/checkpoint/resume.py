@@ -17,7 +17,7 @@ from hetjax.checkpoint.contents import read_snapshot
 from hetjax.checkpoint.folder import Damaged, stored
 from hetjax.checkpoint.snapshot import RunSnapshot, broadcast_bytes, rebuild
 from hetjax.fleet.agree import gather
-from hetjax.reduce.update import State
+from hetjax.state import State
 
 log = logging.getLogger("hetjax")
 _SKIPPED = "%s Trying the previous checkpoint."

@@ -18,7 +18,7 @@ from hetjax.checkpoint.folder import prepare, write
 from hetjax.checkpoint.lock import FolderLock
 from hetjax.checkpoint.snapshot import RunSnapshot, take
 from hetjax.history import History, Record
-from hetjax.reduce.update import State
+from hetjax.state import State
 
 log = logging.getLogger("hetjax")
 

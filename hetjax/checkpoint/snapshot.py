@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from hetjax.devices.compile import expected
-from hetjax.reduce.update import State
+from hetjax.state import State
 
 Tree = Any
 _CORE = ("params", "model_state", "opt_state", "ema")

@@ -35,9 +35,19 @@ def most_fake_devices() -> int:
 
 
 def fake_devices(count: int | None = None) -> list[jax.Device]:
-    """The first `count` devices; where there is only a CPU, it is split into that many (4 unless told) fake ones.
+    """Return devices to train on, splitting a CPU into several simulated devices.
 
-    Has to come before anything that uses JAX. With a GPU or TPU its devices are returned, all or the first `count`.
+    Call it before anything else uses JAX. With a GPU or TPU it returns the real devices. XLA_FLAGS and
+    JAX_NUM_CPU_DEVICES override the number of simulated devices.
+
+    Args:
+        count: number of devices. Default: all real devices, or 4 simulated CPU devices.
+
+    Returns:
+        The first `count` devices.
+
+    Raises:
+        ValueError: if there are fewer devices, or the CPU cannot be split into that many.
     """
     preset = _request(count, DEFAULT)
     return _first(jax.devices(), count, preset)

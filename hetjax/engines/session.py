@@ -17,7 +17,7 @@ from hetjax.engines import Engine, EngineContext, EngineSpec, Program
 from hetjax.engines.clocks import Clocks, Hold
 from hetjax.engines.local import eval_sums, layout_of, train_sums
 from hetjax.reduce.layout import Layout
-from hetjax.reduce.update import State
+from hetjax.state import State
 
 log = logging.getLogger("hetjax")
 Tree = Any

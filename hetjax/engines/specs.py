@@ -55,7 +55,18 @@ class EngineSpec:
     name: ClassVar[str]
 
     def resolve(self, workers: Workers, exact_sync: bool) -> tuple[EngineSpec, str]:
-        """The specification to build for these workers, and the reason for it."""
+        """Return the specification to build for these workers, and the reason for it.
+
+        Args:
+            workers: the workers.
+            exact_sync: whether the model has collectives in its forward pass.
+
+        Returns:
+            The specification and the reason.
+
+        Raises:
+            ValueError: if the engine cannot run on these workers.
+        """
         if len(workers.kinds) > 1:
             raise ValueError(
                 f"The {self.name} engine is one program over all workers, which XLA cannot compile for devices of "
@@ -64,7 +75,17 @@ class EngineSpec:
         return self, "as requested"
 
     def build(self, context: EngineContext) -> Engine:
-        """Build the engine: compile its programs."""
+        """Build the engine: compile its programs.
+
+        Args:
+            context: what the engine is built for.
+
+        Returns:
+            The engine.
+
+        Raises:
+            NotImplementedError: in the base class.
+        """
         raise NotImplementedError
 
     def _capacities(self, context: EngineContext, default: int) -> np.ndarray:
@@ -99,7 +120,14 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class Auto(EngineSpec):
-    """The engine that suits the devices and the model: `chunked` on CPU and for mixed kinds, else `looped`."""
+    """Chooses the engine by devices and model.
+
+    `masked` for models with collectives in the forward pass, `chunked` on CPU and for mixed kinds of device, otherwise
+    `looped`.
+
+    Args:
+        max_rows: maximum rows that a worker computes at once; one number, or one per worker. Default: no limit.
+    """
 
     name: ClassVar[str] = "auto"
 
@@ -116,12 +144,17 @@ class Auto(EngineSpec):
 
 @dataclass(frozen=True)
 class Chunked(EngineSpec):
-    """The host drives each worker through a few compiled microbatch sizes, the rungs of a ladder.
+    """Runs each worker from the host in microbatches of a few compiled sizes, the rungs of a ladder.
+
+    The work follows the count on any kind of device, at the cost of one compiled program per rung and kind.
 
     Args:
-        max_rows: most rows that a worker computes at once; one number, or one per worker. Default: no limit.
-        rungs: the microbatch sizes. Default: chosen, compiled and added while training where they pay.
+        max_rows: maximum rows of a microbatch; one number, or one per worker. Default: no limit.
+        rungs: the microbatch sizes. Default: chosen automatically, with more compiled during training where they pay.
         complete: compile the whole ladder before the first step instead of a part of it.
+
+    Raises:
+        ValueError: if the rungs are not integers of at least 1.
     """
 
     rungs: Sequence[int] | None = None
@@ -135,7 +168,14 @@ class Chunked(EngineSpec):
         return self, "as requested"
 
     def build(self, context: EngineContext) -> Engine:
-        """The capacity defaults to the whole batch."""
+        """Build the engine; the capacity defaults to the whole batch.
+
+        Args:
+            context: what the engine is built for.
+
+        Returns:
+            The engine.
+        """
         capacity_W = self._capacities(context, context.batch)
         return ChunkedEngine(
             context.program,
@@ -152,10 +192,10 @@ class Chunked(EngineSpec):
 
 @dataclass(frozen=True)
 class Looped(EngineSpec):
-    """One program over all workers whose trip count follows the count.
+    """Runs one program over all workers, a loop over microbatches whose trip count follows the count.
 
     Args:
-        max_rows: most rows of a microbatch. Default: no limit.
+        max_rows: maximum rows of a microbatch; one number, or one per worker. Default: no limit.
         micro: rows of a microbatch. Default: a sixteenth of the capacity, at least 16.
     """
 
@@ -163,7 +203,14 @@ class Looped(EngineSpec):
     name: ClassVar[str] = "looped"
 
     def build(self, context: EngineContext) -> Engine:
-        """The capacity defaults to four times an equal share: an unused buffer only costs memory."""
+        """Build the engine; the capacity defaults to four equal shares: an unused buffer only costs memory.
+
+        Args:
+            context: what the engine is built for.
+
+        Returns:
+            The engine.
+        """
         smallest, most = self._one_buffer(context, 4)
         self._check_buffer(context, smallest, "capacity")
         micro = min(self.micro or max(16, smallest // 16), most)
@@ -174,15 +221,25 @@ class Looped(EngineSpec):
 
 @dataclass(frozen=True)
 class Masked(EngineSpec):
-    """One program over all workers on a fixed buffer with a mask: its time does not fall with the count.
+    """Runs one program over all workers on a fixed buffer with a mask: its time does not depend on the count.
 
-    The baseline, and the engine for models that talk across workers inside the forward pass.
+    The baseline, and the engine for models with collectives in the forward pass (exact BatchNorm).
+
+    Args:
+        max_rows: maximum rows of the buffer; one number, or one per worker. Default: no limit.
     """
 
     name: ClassVar[str] = "masked"
 
     def build(self, context: EngineContext) -> Engine:
-        """The capacity defaults to twice an equal share: the whole buffer is always computed."""
+        """Build the engine; the capacity defaults to two equal shares: the whole buffer is always computed.
+
+        Args:
+            context: what the engine is built for.
+
+        Returns:
+            The engine.
+        """
         smallest = min(self._one_buffer(context, 2))
         self._check_buffer(context, smallest, "capacity or max_rows")
         return MaskedEngine(

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import jax
 
 from hetjax.reduce.layout import MANY, Parts, StepReport
-from hetjax.reduce.update import State
 from hetjax.sampling.order import PlannedStep
+from hetjax.state import State
 
 Tree = Any
 

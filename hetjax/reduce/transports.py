@@ -24,8 +24,9 @@ from hetjax.devices.compile import compile_for, compile_over, expected
 from hetjax.devices.workers import AXIS, Workers
 from hetjax.reduce.base import Replicas
 from hetjax.reduce.layout import HOST_SLOTS, Layout, Parts, StepReport, level_of_all, with_bad_update
-from hetjax.reduce.update import State, Update
+from hetjax.reduce.update import Update
 from hetjax.sampling.order import PlannedStep
+from hetjax.state import State
 
 Tree = Any
 

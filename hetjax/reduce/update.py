@@ -3,64 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from hetjax.arguments import whole
 from hetjax.reduce.finite import NONFINITE, all_finite
 from hetjax.reduce.layout import StepSums
 from hetjax.reduce.optimizer import has_gradient, trainable, with_trained
+from hetjax.state import Core
 
 Tree = Any
-Core = tuple[Tree, Tree, Tree, Tree]  # params, model_state, opt_state, ema: the arrays on the devices
 Finish = Callable[[Any, Any], Any]  # (core, sums of the step) -> core
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class State:
-    """Everything a run is made of: what the devices hold, and two integers of the host.
-
-    `cursor` counts the samples consumed since the start; with it any number of workers can go on. A sync that keeps
-    several sets of parameters stacks them: all arrays then have a leading axis of `replicas`.
-    """
-
-    params: Tree
-    model_state: Tree
-    opt_state: Tree
-    ema: Tree  # exponential moving average of the parameters, or None
-    step: int = 0
-    cursor: int = 0
-    replicas: int = 0  # sets of parameters along a leading axis; 0: one set, without that axis
-    more: Tree = None  # what else a sync keeps on the devices, such as an exchange under way
-
-    @classmethod
-    def of(cls, core: Core, step: int, cursor: int) -> State:
-        params, model_state, opt_state, ema = core
-        return cls(params, model_state, opt_state, ema, step, cursor)
-
-    @property
-    def core(self) -> Core:
-        return self.params, self.model_state, self.opt_state, self.ema
-
-
-def checked(state: Any) -> State:
-    """Convert step and cursor to Python integers; a checkpoint may hold them as arrays.
-
-    Raises:
-        TypeError: If it is not a State, such as the parameters themselves.
-        ValueError: If step or cursor are out of range.
-    """
-    if not isinstance(state, State):
-        raise TypeError(
-            f"state is a {type(state).__module__}.{type(state).__name__}: expected what `init` or an earlier `fit` "
-            "returned, as in trainer.fit(trainer.init(params), source, steps=100)."
-        )
-    return replace(state, step=whole("state.step", state.step, 0), cursor=whole("state.cursor", state.cursor, 0))
 
 
 @dataclass(frozen=True)
@@ -77,7 +33,18 @@ class RunningAverage:
 
 
 def running_average(momentum: float = 0.9) -> RunningAverage:
-    """state <- momentum * state + (1 - momentum) * sums / count, for state sums (sums like the state, count)."""
+    """Return an `advance` for `Step` and `Trainer` that averages the model state over the steps.
+
+        state <- momentum * state + (1 - momentum) * sums / count
+
+    `sums` (a tree like the state) and `count` are the state sums of a step, totaled over all workers.
+
+    Args:
+        momentum: share of the old state that is kept. 0 takes the new value as it is.
+
+    Returns:
+        A function (model_state, (sums, count)) -> model_state.
+    """
     return RunningAverage(momentum)
 
 

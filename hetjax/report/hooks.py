@@ -23,6 +23,12 @@ class Follow:
         self.tracker, self.seconds, self.plan_changes = tracker, seconds, plan_changes
 
     def __call__(self, record: Any, state: Any) -> None:
+        """Log a finished step; `fit` calls this.
+
+        Args:
+            record: the record of the step.
+            state: the state after it.
+        """
         self.plan_changes += record.changed
         if jax.process_index() != 0:
             return
@@ -34,9 +40,18 @@ class Follow:
 
 
 class Progress(Follow):
-    """A hook for `fit` that shows the run while it goes on: `trainer.fit(..., hooks=[Progress()])`.
+    """A hook for `Trainer.fit` that shows the progress of the run.
 
-    One live picture on a terminal, plain lines elsewhere; at the end one line remains.
+    A live display on a terminal, plain lines elsewhere; a one-line summary remains at the end. With several processes
+    only the first one prints.
+
+    Example:
+        >>> trainer.fit(state, source, epochs=10, hooks=[hetjax.Progress()])
+
+    Args:
+        title: heading of the display.
+        console: rich console to print to. Default: standard output.
+        every: seconds between plain lines.
     """
 
     def __init__(self, title: str = "", *, console: Console | None = None, every: float = 5.0):
@@ -44,9 +59,19 @@ class Progress(Follow):
         super().__init__(self.display)
 
     def begin(self, history: Any) -> None:
+        """Start the display; `fit` calls this before the first step.
+
+        Args:
+            history: the history of the run.
+        """
         self.display.steps, self.display.ideal = history.last_step, history.ideal_samples_per_s
 
     def end(self, history: Any) -> None:
+        """Print the summary and close the display; `fit` calls this after the last step.
+
+        Args:
+            history: the history of the run.
+        """
         if history.records and jax.process_index() == 0:
             self.display.summary(history.summary())
         self.display.close()

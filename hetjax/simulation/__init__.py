@@ -1,1 +1,1 @@
-"""Simulated speeds: unlike workers on like devices, charged honestly."""
+"""Simulated speeds: workers of unequal speed on equal devices, with padding charged."""

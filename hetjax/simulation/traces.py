@@ -1,13 +1,12 @@
-"""Trace files: simulated speeds that change by step, as a small JSON file that can be replayed.
+"""Trace files: simulated speeds that change by step, as JSON.
 
     {"speeds": [1, 1, 0.5, 0.25],
      "startup": [0, 0, 0, 0],
      "changes": [{"step": 100, "speeds": [1, 0.5, 0.5, 0.25]},
                  {"step": 200, "startup": 0.01}]}
 
-`speeds` is one relative speed per worker, `startup` seconds that a step costs a worker whatever its count: one number
-for all or one each, 0 if left out. From `step` on (the first step of a run is 0) a change holds; what it does not
-mention stays as it was.
+`speeds` has one relative speed per worker. `startup` is the fixed time of a worker's step in seconds, one number or one
+per worker (default: 0). A change applies from its `step` on (the first step of a run is 0); what it leaves out stays.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from hetjax.simulation.speeds import Trace, constant
 
 
 def read_trace(path: str | Path) -> Trace:
-    """The trace in a file, checked; an error names the file and the place in it."""
+    """Read and check a trace file. Errors name the file and the entry."""
     path = Path(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -33,28 +32,28 @@ def read_trace(path: str | Path) -> Trace:
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}).") from error
     except RecursionError:
-        raise ValueError(f"{path} is no trace: it is nested too deeply.") from None
+        raise ValueError(f"{path} is not a trace: it is nested too deeply.") from None
     if not isinstance(content, dict) or "speeds" not in content:
-        raise ValueError(f'{path} is no trace: expected an object such as {{"speeds": [1, 0.5], "changes": []}}.')
-    _no_others(path, "it", content, {"speeds", "startup", "changes"})
+        raise ValueError(f'{path} is not a trace: expected an object such as {{"speeds": [1, 0.5], "changes": []}}.')
+    _refuse_unknown(path, "it", content, {"speeds", "startup", "changes"})
     speeds, startup = content["speeds"], content.get("startup", 0.0)
     traces = [_constant(path, "speeds", speeds, startup)]
     steps = [0]
     changes = content.get("changes", [])
     if not isinstance(changes, list):
         raise ValueError(f'{path}: changes is {reprlib.repr(changes)}; expected a list of {{"step": 100, ...}}.')
-    for place, change in enumerate(changes):
-        where = f"changes[{place}]"
-        if not isinstance(change, dict) or type(change.get("step")) is not int:  # a bool is none, here
+    for i, change in enumerate(changes):
+        where = f"changes[{i}]"
+        if not isinstance(change, dict) or type(change.get("step")) is not int:  # which excludes bool
             found = reprlib.repr(change)
             raise ValueError(f'{path}: {where} is {found}; expected {{"step": 100, "speeds": [...]}}.')
-        _no_others(path, where, change, {"step", "speeds", "startup"})
+        _refuse_unknown(path, where, change, {"step", "speeds", "startup"})
         if change["step"] <= steps[-1]:
-            raise ValueError(f"{path}: {where} is at step {change['step']}; steps must rise, after {steps[-1]}.")
+            raise ValueError(f"{path}: {where} is at step {change['step']}; steps must increase, after {steps[-1]}.")
         speeds, startup = change.get("speeds", speeds), change.get("startup", startup)
         traces.append(_constant(path, where, speeds, startup))
         if len(traces[-1](0)[0]) != len(traces[0](0)[0]):
-            raise ValueError(f"{path}: {where} has another number of speeds than the beginning.")
+            raise ValueError(f"{path}: {where} has a different number of speeds than the beginning.")
         steps.append(change["step"])
     return lambda step: traces[bisect_right(steps, max(step, 0)) - 1](step)
 
@@ -69,6 +68,6 @@ def _constant(path: Path, where: str, speeds: Any, startup: Any) -> Trace:
         raise ValueError(f"{path}: {where}: {error}") from error
 
 
-def _no_others(path: Path, where: str, given: dict[str, Any], known: set[str]) -> None:
-    if strange := sorted(given.keys() - known):
-        raise ValueError(f"{path}: {where} holds {', '.join(strange)}; expected {', '.join(sorted(known))}.")
+def _refuse_unknown(path: Path, where: str, given: dict[str, Any], known: set[str]) -> None:
+    if unknown := sorted(given.keys() - known):
+        raise ValueError(f"{path}: {where} holds {', '.join(unknown)}; expected {', '.join(sorted(known))}.")

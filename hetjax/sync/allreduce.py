@@ -6,7 +6,7 @@ from typing import Any
 
 from hetjax.reduce.base import Reduce
 from hetjax.reduce.transports import make_reduce
-from hetjax.reduce.update import State
+from hetjax.state import State
 from hetjax.sync.base import Sync, SyncContext
 from hetjax.sync.replicas import average
 

@@ -19,9 +19,10 @@ from hetjax.engines.session import Session
 from hetjax.history import History, Record, Recorder
 from hetjax.reduce.base import Reduce, Replicas
 from hetjax.reduce.layout import Layout
-from hetjax.reduce.update import Finish, State, Update, optimizer_step
+from hetjax.reduce.update import Finish, Update, optimizer_step
 from hetjax.sampling.order import Sampler
 from hetjax.simulation.speeds import Simulation
+from hetjax.state import State
 
 Tree = Any
 

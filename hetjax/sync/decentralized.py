@@ -26,8 +26,9 @@ from hetjax.fleet.membership import kept_entries
 from hetjax.reduce.base import Reduce, Replicas
 from hetjax.reduce.layout import HOST_SLOTS, Parts, StepReport, StepSums, level_of_all, with_bad_update
 from hetjax.reduce.transports import sum_parts
-from hetjax.reduce.update import State, Update
+from hetjax.reduce.update import Update
 from hetjax.sampling.order import PlannedStep
+from hetjax.state import State
 from hetjax.sync.base import Sync, SyncContext
 from hetjax.sync.replicas import average, replica_mean, spread
 from hetjax.sync.topology import Mixing, matcha, topology

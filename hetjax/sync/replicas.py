@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from hetjax.devices.compile import expected
 from hetjax.devices.workers import Workers
-from hetjax.reduce.update import State
+from hetjax.state import State
 
 Tree = Any
 

@@ -12,7 +12,7 @@ from flax import linen, nnx
 import hetjax
 from hetjax.adapters.probe import check_model_state, probe_indices
 from hetjax.data import fetch, load
-from hetjax.reduce.update import State
+from hetjax.state import State
 from hetjax.zoo.tasks import make_task
 
 GROUP, SAMPLES = 4, 40

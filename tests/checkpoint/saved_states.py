@@ -6,7 +6,7 @@ from fake_trainer import FakeTrainer
 
 from hetjax import checkpoint
 from hetjax.history import Record
-from hetjax.reduce.update import State
+from hetjax.state import State
 
 
 def state_at(step, size=3):

@@ -8,7 +8,7 @@ from saved_states import assert_trees_equal
 
 from hetjax import checkpoint
 from hetjax.checkpoint import resume
-from hetjax.reduce.update import State
+from hetjax.state import State
 
 
 @pytest.fixture

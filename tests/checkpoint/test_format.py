@@ -11,7 +11,7 @@ from saved_states import assert_trees_equal
 from tiny_problem import trainer_for
 
 from hetjax import checkpoint
-from hetjax.reduce.update import State
+from hetjax.state import State
 
 KEYS = ("step", "cursor", "replicas", "kinds", "arrays", "more", "trainer", "extra")
 ABSENT = object()

@@ -14,7 +14,7 @@ from fake_trainer import FakeTrainer
 from saved_states import names, newest_step, record_of, state_at
 
 from hetjax import checkpoint
-from hetjax.reduce.update import State
+from hetjax.state import State
 
 ROOT = str(Path(checkpoint.__file__).parents[2])
 
@@ -141,7 +141,7 @@ import numpy as np
 sys.path.insert(0, {str(Path(fake_trainer.__file__).parent)!r})
 from fake_trainer import FakeTrainer
 from hetjax import checkpoint
-from hetjax.reduce.update import State
+from hetjax.state import State
 rng = np.random.default_rng(0)
 state = State([rng.normal(size=100_000).astype(np.float32) for _ in range(8)], None, None, None, 1)
 saver = checkpoint.Saver(sys.argv[1], FakeTrainer())

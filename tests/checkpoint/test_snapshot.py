@@ -11,7 +11,7 @@ from fake_trainer import FakeTrainer
 from saved_states import assert_trees_equal
 
 from hetjax import checkpoint
-from hetjax.reduce.update import State
+from hetjax.state import State
 
 PARAMS = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.float32(3)}
 

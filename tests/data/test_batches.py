@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from hetjax.data.batches import FeedBatch
+from hetjax.pipeline import own_span
 from hetjax.planning.controllers.base import Plan
 from hetjax.sampling.order import Span
-from hetjax.step import own_span
 
 PLAN = Plan(np.array([40, 80, 0, 680]))
 STEP, NEXT = Span(0, 1000, 1800), Span(0, 1800, 2600)

@@ -128,7 +128,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_nothing_had_happened(tmp_path, who
         (["--sync", "daso", "--between", "steps"], "--between steps says nothing where there is one process"),
         (["--controller", "oracle"], "true cost of every step"),
         (["--controller", "nonsense"], "There is no controller 'nonsense'"),
-        (["--controller", "balanced", "--partition", "proportional"], "cuts the data into shards once an epoch"),
+        (["--controller", "balanced", "--partition", "proportional"], "cuts the data into shards once per epoch"),
         (["--strategy", "equal", "--every", "5"], "has no cadence of its own"),
         (["--dataset", "mnist"], "There is no dataset 'mnist'"),
         (["--dataset", "idx:/nowhere"], "There is no folder /nowhere"),

@@ -170,5 +170,5 @@ def test_blocks_from_a_file_and_no_blocks_at_all(tmp_path):
 
 def test_without_a_method_blocks_are_one_run_and_not_a_comparison():
     assert not configs.parse(["--partition", "submodular"], configs.Config()).compares
-    with pytest.raises(ValueError, match="for good"):
+    with pytest.raises(ValueError, match="a fixed block"):
         choose("balanced", partition="submodular")

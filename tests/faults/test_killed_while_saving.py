@@ -10,7 +10,7 @@ import numpy as np
 from fake_trainer import FakeTrainer
 
 from hetjax import checkpoint
-from hetjax.reduce.update import State
+from hetjax.state import State
 
 SIZE, NUMBER = 3000, 12
 SAVING = f"""
@@ -19,7 +19,7 @@ import numpy as np
 sys.path.insert(0, {str(Path(fake_trainer.__file__).parent)!r})
 from fake_trainer import FakeTrainer
 from hetjax import checkpoint
-from hetjax.reduce.update import State
+from hetjax.state import State
 step = int(sys.argv[2])
 while True:
     step += 1

@@ -31,7 +31,7 @@ def test_changes_hold_from_their_step_on(tmp_path):
     ("content", "sentence"),
     [
         ("{", "is not JSON"),
-        ([1, 2], "is no trace"),
+        ([1, 2], "is not a trace"),
         ({"speeds": [1, 0]}, "speeds: Simulated speeds must be positive"),
         ({"speeds": ["fast"]}, "speeds is .*; expected numbers"),
         ({"speeds": ["1"]}, "speeds is .*; expected numbers"),
@@ -43,8 +43,8 @@ def test_changes_hold_from_their_step_on(tmp_path):
         ({"speeds": [1], "changes": [{"step": True}]}, r"changes\[0\] is"),
         ({"speeds": [1], "change": []}, "holds change"),
         ({"speeds": [1], "changes": [{"speeds": [1]}]}, r"changes\[0\] is"),
-        ({"speeds": [1], "changes": [{"step": 5}, {"step": 5}]}, "steps must rise"),
-        ({"speeds": [1], "changes": [{"step": 5, "speeds": [1, 1]}]}, "another number of speeds"),
+        ({"speeds": [1], "changes": [{"step": 5}, {"step": 5}]}, "steps must increase"),
+        ({"speeds": [1], "changes": [{"step": 5, "speeds": [1, 1]}]}, "a different number of speeds"),
     ],
 )
 def test_a_broken_trace_is_refused(content, sentence, tmp_path):

@@ -17,8 +17,8 @@ from hetjax.engines.clocks import LocalResult
 from hetjax.planning.controllers.base import Plan
 from hetjax.reduce.base import own_slots
 from hetjax.reduce.layout import Layout, StepSums
-from hetjax.reduce.update import State
 from hetjax.sampling.order import Sampler, Span
+from hetjax.state import State
 from hetjax.sync import AllReduce, Decentralized
 from hetjax.sync.base import SyncContext, UpdateRule
 from hetjax.sync.topology import complete, matcha, ring

@@ -289,7 +289,7 @@ def test_an_evaluation_is_split_like_the_training_steps():
     options = {"controller": Uneven(0), "engine": Looped(max_rows=1), "capacity": 24}  # any count at its own price
     with trainer_for(made, **options) as trainer:
         state, _ = trainer.fit(trainer.init(made.params), made.data, epochs=1)  # the last step is a short one
-        engine = trainer.step.session(state, {k: v[:1] for k, v in made.data.items()}, train=False).engine
+        engine = trainer.step.sessions.for_evaluation(state, {k: v[:1] for k, v in made.data.items()}).engine
         pack, engine.pack = engine.pack, lambda *given: (counts.append(given[2].tolist()), pack(*given))[1]
         trainer.evaluate(state, made.data)
     assert counts == [*[[18, 6]] * 10, [3, 1]]
@@ -348,7 +348,7 @@ def test_padding_is_charged_and_masked_shows_no_gain():
         ({"transport": "pigeon"}, "Unknown transport 'pigeon'"),
         ({"partition": "random"}, "There is no partition 'random'"),
         ({"partition": "submodular", "controller": "static"}, "needs its blocks"),
-        ({"controller": "balanced", "partition": "proportional"}, "once an epoch"),
+        ({"controller": "balanced", "partition": "proportional"}, "once per epoch"),
         ({"strategy": "best"}, "There is no strategy 'best'"),
         ({"controller": "best"}, "controller 'best'"),
         ({"speeds": [1, 1, 1]}, "Speeds were given for 3 workers, but there are 2"),

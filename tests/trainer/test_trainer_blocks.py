@@ -66,7 +66,7 @@ def test_a_run_on_blocks_goes_on_where_it_stopped():
         ({"workers": 3}, "blocks for 2 workers, but there are 3"),
         ({"controller": "balanced"}, "Use the controller static"),
         ({"quantum": 4}, "not cut into whole groups"),
-        ({"sync": "hogbatch"}, "whoever is free"),
+        ({"sync": "hogbatch"}, "a free worker takes"),
     ],
 )
 def test_blocks_that_do_not_fit_are_refused(options, sentence):

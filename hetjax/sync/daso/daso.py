@@ -14,9 +14,9 @@ from hetjax.arguments import whole
 from hetjax.devices.workers import Workers
 from hetjax.fleet.agree import gather
 from hetjax.reduce.base import Reduce
-from hetjax.reduce.update import State
 from hetjax.sampling.nodes import RULES, NodeAllocator, NodeSampler
 from hetjax.sampling.order import Sampler
+from hetjax.state import State
 from hetjax.sync.base import Sync, SyncContext
 from hetjax.sync.daso.across import CrossProcessExchange
 from hetjax.sync.daso.averaging import BLENDS

@@ -16,9 +16,9 @@ from hetjax.devices.workers import Workers
 from hetjax.fleet.agree import Disagreement
 from hetjax.reduce.base import Replicas
 from hetjax.reduce.layout import Layout, Parts, StepReport
-from hetjax.reduce.update import State
 from hetjax.sampling.nodes import NodeAllocator
 from hetjax.sampling.order import PlannedStep
+from hetjax.state import State
 from hetjax.sync.daso.averaging import NODE, TAKE_MEAN, BlendWeights, Leaves, blend_weights, receives_before_sending
 from hetjax.sync.daso.exchange import (
     Exchange,

@@ -16,8 +16,8 @@ import jax
 import numpy as np
 
 from hetjax.engines.clocks import LocalResult
-from hetjax.reduce.update import State
 from hetjax.sampling.ranges import Range, RangePool
+from hetjax.state import State
 from hetjax.sync.hogbatch.method import Method, ReplicaUnreachable, WorkItem
 from hetjax.sync.hogbatch.rules import Rate
 

@@ -18,9 +18,9 @@ from hetjax.engines.specs import Chunked, EngineSpec, per_worker
 from hetjax.history import History
 from hetjax.reduce.base import Replicas
 from hetjax.reduce.layout import Layout
-from hetjax.reduce.update import State
 from hetjax.sampling.ranges import RangePool
 from hetjax.simulation.speeds import Simulation
+from hetjax.state import State
 from hetjax.sync.base import FitJob, Sync
 from hetjax.sync.hogbatch.coordinator import AppliedUpdate, ResumePoint
 from hetjax.sync.hogbatch.immediate import AdaptBatch, Immediate, SharedModel

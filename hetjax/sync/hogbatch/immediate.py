@@ -12,8 +12,8 @@ import numpy as np
 
 from hetjax.engines.clocks import LocalResult
 from hetjax.reduce.layout import Layout, Parts
-from hetjax.reduce.update import Core
 from hetjax.sampling.ranges import Range
+from hetjax.state import Core
 from hetjax.sync.base import UpdateRule
 from hetjax.sync.hogbatch.method import CommitResult, WorkItem
 from hetjax.sync.hogbatch.scaling import compile_updates, run_update

@@ -15,8 +15,8 @@ from jax.sharding import SingleDeviceSharding
 from hetjax.devices.compile import compile_for, expected
 from hetjax.engines.clocks import LocalResult
 from hetjax.reduce.layout import Layout
-from hetjax.reduce.update import Core
 from hetjax.sampling.ranges import Range
+from hetjax.state import Core
 from hetjax.sync.base import UpdateRule
 from hetjax.sync.hogbatch.method import CommitResult, ReplicaUnreachable, WorkItem
 from hetjax.sync.hogbatch.rules import PUBLISHED_MOMENTUM, BatchBounds, merge_weights, moved_batches

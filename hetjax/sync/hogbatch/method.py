@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from hetjax.engines.clocks import LocalResult
-from hetjax.reduce.update import Core
 from hetjax.sampling.ranges import Range
+from hetjax.state import Core
 
 
 @dataclass(eq=False)

@@ -20,7 +20,7 @@ from hetjax.devices.compile import compile_for, expected
 from hetjax.devices.workers import device_kind
 from hetjax.reduce.layout import HOST_SLOTS, Layout, Parts
 from hetjax.reduce.transports import apply_where_finite
-from hetjax.reduce.update import Core
+from hetjax.state import Core
 from hetjax.sync.base import UpdateRule
 
 Tree = Any

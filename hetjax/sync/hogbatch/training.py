@@ -16,8 +16,8 @@ from hetjax.engines.chunked import ChunkedEngine
 from hetjax.engines.clocks import LocalResult
 from hetjax.engines.session import Session
 from hetjax.history import History, Record, Recorder
-from hetjax.reduce.update import State
 from hetjax.sampling.ranges import RangePool
+from hetjax.state import State
 from hetjax.sync.base import FitJob
 from hetjax.sync.hogbatch.coordinator import (
     AppliedUpdate,

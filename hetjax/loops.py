@@ -1,0 +1,113 @@
+"""The loops behind `Trainer.fit`: over a source with a sampler, and over a stream of batches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import Any
+
+from hetjax.adapters.probe import sample_size
+from hetjax.data.batches import FeedBatch, as_batch, sample_of
+from hetjax.data.prefetch import Feed
+from hetjax.data.source import Source
+from hetjax.history import History, Hook, Record, Recorder
+from hetjax.state import LiveState, State
+from hetjax.step import Step
+
+Tree = Any
+Advance = Callable[[LiveState], tuple[LiveState, Record | None] | None]  # one step; None when there is none left
+
+
+def over_source(
+    step: Step,
+    state: State,
+    source: Source,
+    sample: Tree,
+    sampler: Any,
+    *,
+    end: int,
+    until: int,
+    steps: int | None,
+    hooks: Sequence[Hook],
+) -> tuple[State, History]:
+    """Plan, fetch and run one step after the other.
+
+    Args:
+        step: the step.
+        state: where to start.
+        source: the samples.
+        sample: rows to compile for.
+        sampler: their order, and the span and plan of every step.
+        end: cursor at which training ends; an upper bound if `steps` is given.
+        until: the cursor that training will reach, for schedules that depend on it.
+        steps: number of steps, or None to run to `end`.
+        hooks: called with every record and the state after its step.
+    """
+    first = state.step
+    live = step.open(state, sample, epoch_size=len(source), end=until)
+    last = first + (steps or sampler.steps_between(state.cursor, end))
+    feed = Feed(source, sampler)
+
+    def advance(live: LiveState) -> tuple[LiveState, Record | None] | None:
+        if live.cursor >= end or live.step - first == steps:
+            return None
+        span, plan = sampler.next(live.cursor, step.plan)
+        cursor = live.cursor + span.advance
+        following = sampler.ahead(cursor) if cursor < end else None
+        return step.run(live, FeedBatch(feed, span, following), span, plan)
+
+    try:
+        return _run(step, live, advance, last, hooks, lambda: feed.waited)
+    finally:
+        feed.close()
+
+
+def over_stream(
+    step: Step, state: State, stream: Iterable[Any], steps: int | None, hooks: Sequence[Hook]
+) -> tuple[State, History]:
+    """Train on batches as they come, for a number of steps or until the stream ends."""
+    batches = step.batches(islice(stream, steps))
+    batch = next(batches, None)
+    if batch is None:
+        raise ValueError("The stream of batches is empty: there is nothing to train on.")
+    sample = sample_of(as_batch(batch, step.batch_size), sample_size(state, step.quantum))
+    live, waited = step.open(state, sample), 0.0
+
+    def advance(live: LiveState) -> tuple[LiveState, Record | None] | None:
+        nonlocal batch, waited
+        if batch is None:
+            began = time.perf_counter()
+            batch = next(batches, None)
+            waited += time.perf_counter() - began
+        if batch is None:
+            return None
+        given, batch = batch, None
+        return step(live, given)
+
+    return _run(step, live, advance, live.step + (steps or 0), hooks, lambda: waited)
+
+
+def _run(
+    step: Step, live: LiveState, advance: Advance, last: int, hooks: Sequence[Hook], waited: Callable[[], float]
+) -> tuple[State, History]:
+    """Run until no step is left or a stop was requested, and keep the history."""
+    made, record = None, None
+    step.requests.stop = False
+    engine = live.pipeline.session.engine.name
+    history = History(
+        engine=engine,
+        transport=live.pipeline.reduce.name,
+        controller=step.controller.name,
+        workers=len(step.workers),
+        last_step=last,
+    )
+    with Recorder(history, hooks, step.simulation) as recorder:
+        while not (record is not None and record.stop) and (made := advance(live)) is not None:
+            before, (live, record) = live, made
+            if record is not None:
+                recorder.add(record, before.whole())
+        if (record := step.flush()) is not None:
+            recorder.add(record, live.whole())
+        recorder.finish(history.own_rates(), waited())
+    return live.whole(), history

@@ -1,0 +1,118 @@
+"""Training states: `State` holds plain arrays, `LiveState` is the result of a step that may still be running."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from hetjax.arguments import whole
+
+Tree = Any
+Core = tuple[Tree, Tree, Tree, Tree]  # params, model_state, opt_state, ema: what the devices hold
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class State:
+    """Everything that training continues from; a pytree.
+
+    The cursor does not depend on the split, so a run can be resumed on any number of workers.
+
+    Attributes:
+        params: parameters, any tree of arrays.
+        model_state: what the model carries from step to step, such as BatchNorm statistics; None without.
+        opt_state: state of the optax optimizer.
+        ema: exponential moving average of the parameters; None without.
+        step: number of steps made.
+        cursor: number of samples consumed since the start of training.
+        replicas: number of parameter sets, where a sync keeps several: all arrays then have a leading axis of this
+            size. 0: one set, without that axis.
+        more: further arrays of a sync, such as an exchange in flight; None without.
+    """
+
+    params: Tree
+    model_state: Tree
+    opt_state: Tree
+    ema: Tree
+    step: int = 0
+    cursor: int = 0
+    replicas: int = 0
+    more: Tree = None
+
+    @classmethod
+    def of(cls, core: Core, step: int, cursor: int) -> State:
+        """Build a state of one parameter set.
+
+        Args:
+            core: params, model_state, opt_state and ema.
+            step: number of steps made.
+            cursor: number of samples consumed.
+
+        Returns:
+            The state.
+        """
+        params, model_state, opt_state, ema = core
+        return cls(params, model_state, opt_state, ema, step, cursor)
+
+    @property
+    def core(self) -> Core:
+        """The arrays: params, model_state, opt_state and ema."""
+        return self.params, self.model_state, self.opt_state, self.ema
+
+
+class LiveState:
+    """The state after a step that may still be running.
+
+    Reading `params`, `model_state` or `ema` waits for the step. The next call of `hetjax.Step` takes the state over and
+    reuses its buffers; from then on only the state returned by that call is valid. As a pytree it is the plain `State`.
+
+    Args:
+        pipeline: the pipeline that runs the step.
+        step: number of steps made, this one included.
+        cursor: number of samples consumed, those of this step included.
+    """
+
+    def __init__(self, pipeline: Any, step: int, cursor: int):
+        self.pipeline, self.step, self.cursor = pipeline, step, cursor
+
+    def whole(self) -> State:
+        """Wait for the step and return its plain state."""
+        return self.pipeline.state(self.step, self.cursor)
+
+    @property
+    def params(self) -> Tree:
+        """Parameters after this step."""
+        return self.whole().params
+
+    @property
+    def model_state(self) -> Tree:
+        """Model state, such as BatchNorm statistics; None without."""
+        return self.whole().model_state
+
+    @property
+    def ema(self) -> Tree:
+        """Exponential moving average of the parameters; None without."""
+        return self.whole().ema
+
+    def __repr__(self) -> str:
+        return f"LiveState(step={self.step}, cursor={self.cursor})"
+
+
+jax.tree_util.register_pytree_node(LiveState, lambda state: ((state.whole(),), None), lambda _, whole: whole[0])
+
+
+def checked(state: Any) -> State:
+    """Return the state with Python integers for step and cursor, which a checkpoint may hold as arrays.
+
+    Raises:
+        TypeError: if it is not a `State`, for instance the bare parameters.
+        ValueError: if step or cursor are out of range.
+    """
+    if not isinstance(state, State):
+        raise TypeError(
+            f"state is a {type(state).__module__}.{type(state).__name__}: expected what `init` or an earlier `fit` "
+            "returned, as in trainer.fit(trainer.init(params), source, steps=100)."
+        )
+    return replace(state, step=whole("state.step", state.step, 0), cursor=whole("state.cursor", state.cursor, 0))
