@@ -190,8 +190,8 @@ def check_stepped(sync: Sync) -> None:
         )
 
 
-def check_one_batch(sync: Sync) -> None:
-    """Refuse a call of `Step` where every node takes its own part of a step."""
+def check_not_by_node(sync: Sync) -> None:
+    """Refuse a call of `Step` with a sync that divides every step between nodes."""
     if sync.by_node:
         raise ValueError(
             f"With several processes the sync {sync.name!r} divides every step between nodes: use hetjax.Trainer, "

@@ -189,7 +189,7 @@ class Step:
             ValueError: if the batch does not fit, or the state was consumed before.
             NonFiniteError: if the previous step had a NaN or infinity, and on_nonfinite is 'stop'.
         """
-        presets.check_one_batch(self.sync)
+        presets.check_not_by_node(self.sync)
         host_batch = as_batch(batch, self.batch_size)
         live = self._live(state, host_batch)
         span = self._span(live.cursor, len(host_batch))

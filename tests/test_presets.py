@@ -1,4 +1,6 @@
-"""Strategies: presets that exist, axes that override them, and combinations that are refused in one place."""
+"""Strategies: presets, axes that override them, and refused combinations."""
+
+import functools
 
 import jax
 import optax
@@ -11,7 +13,7 @@ from hetjax.presets import CONTROLLERS, PRESETS, choose, options_of
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
-def test_every_preset_makes_what_it_names(name):
+def test_every_preset_builds_what_it_names(name):
     chosen, preset = choose(name), PRESETS[name]
     assert chosen.name == name
     assert (chosen.controller.name, chosen.partition, chosen.sync.name) == (
@@ -22,13 +24,13 @@ def test_every_preset_makes_what_it_names(name):
     assert preset.idea
 
 
-def test_every_controller_but_the_oracle_can_be_asked_for():
+def test_every_controller_but_the_oracle_can_be_chosen():
     assert set(CONTROLLERS) == set(REGISTRY) - {"oracle"}
     names = [name if name != "fixed" else "fixed:1,2" for name in CONTROLLERS]
     assert {choose(controller=name).controller.name for name in names} == set(CONTROLLERS)
 
 
-def test_an_axis_wins_over_the_preset():
+def test_an_axis_overrides_the_preset():
     chosen = choose("dbs", partition="global", engine="masked", every=5, faithful=True)
     assert (chosen.name, chosen.partition, chosen.engine.name) == ("dbs", "global", "masked")
     assert (chosen.controller.every, chosen.controller.faithful) == (5, True)
@@ -50,7 +52,7 @@ def test_options_of_the_sync_come_from_its_signature():
     assert {"dead_zone", "staleness_bound", "replay"} <= set(options_of(sync.AdaptiveHogbatch))
 
 
-def test_syncs_without_a_barrier_plan_nothing():
+def test_asynchronous_syncs_plan_nothing():
     chosen = choose(sync="adaptive-hogbatch", faithful=True, sync_options={"staleness_bound": 2, "rate_cap": 3.0})
     made = chosen.sync
     assert (chosen.name, made.stepped) == ("adaptive-hogbatch", False)
@@ -75,7 +77,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(
-    ("asked", "sentence"),
+    ("options", "words"),
     [
         *REFUSED,
         ({"controller": "dbs", "partition": "proportional", "every": 5}, "once per epoch"),
@@ -85,20 +87,20 @@ REFUSED = [
         ({"strategy": "adaptive-sgd", "sync_options": {"staleness_bound": 2}}, "not of 'adaptive-sgd'"),
     ],
 )
-def test_what_makes_no_sense_is_refused(asked, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        choose(**asked)
+def test_bad_combinations_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        choose(**options)
 
 
-@pytest.mark.parametrize(("asked", "sentence"), REFUSED)
-def test_the_constructors_refuse_the_same(asked, sentence):
+@pytest.mark.parametrize(("options", "words"), REFUSED)
+def test_the_constructors_refuse_the_same(options, words):
     loss_fn = lambda params, batch, keys: batch["x"] * params
-    options = {"batch_size": 8, "devices": jax.devices()[:2]}
-    with pytest.raises(ValueError, match=sentence):
-        Trainer(loss_fn, optax.sgd(0.1), **options, **asked)
-    if "partition" not in asked and "hogbatch" not in str(asked) and "adaptive" not in str(asked):
-        with pytest.raises(ValueError, match=sentence):
-            Step(loss_fn, optax.sgd(0.1), **options, **asked)
+    made = functools.partial(Trainer, loss_fn, optax.sgd(0.1), batch_size=8, devices=jax.devices()[:2])
+    with pytest.raises(ValueError, match=words):
+        made(**options)
+    if "partition" not in options and "hogbatch" not in str(options) and "adaptive" not in str(options):
+        with pytest.raises(ValueError, match=words):
+            Step(*made.args, **made.keywords, **options)
 
 
 def test_objects_are_checked_like_names():

@@ -1,6 +1,7 @@
-"""Long runs: records and metrics.jsonl stay bounded, and what a run came to does not depend on what was kept of it."""
+"""Long runs: records and metrics.jsonl stay bounded, and totals do not depend on which records were kept."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -31,21 +32,22 @@ def steps_of(history):
     return np.array([record.step for record in history.records])
 
 
-def test_a_history_of_200_000_steps_is_bounded_and_its_summary_counts_them_all():
-    history = filled(200_000, event=lambda step: step % 1000 == 7)
+def test_a_long_history_is_bounded_and_its_summary_counts_every_step():
+    made = 3 * LIMIT
+    history = filled(made, event=lambda step: step % 1000 == 7)
     steps = steps_of(history)
     assert LIMIT / 4 <= len(steps) <= LIMIT
-    assert (steps[0], steps[-1]) == (1, 200_000)
-    assert set(range(7, 200_001, 1000)) <= set(steps.tolist())  # the events
-    assert np.diff(steps).max() < 4 * 200_000 / len(steps)  # evenly spread
-    told = history.summary()
-    assert (told["steps"], told["samples"], told["plan_changes"]) == (200_000, 800_000, 200)
-    assert (told["wall_s"], told["samples_per_s"], told["final_loss"]) == (100_000, 8, 1 / 200_000)
+    assert (steps[0], steps[-1]) == (1, made)
+    assert set(range(7, made, 1000)) <= set(steps.tolist())  # the events
+    assert np.diff(steps).max() < 4 * made / len(steps)  # evenly spread
+    summary = history.summary()
+    assert (summary["steps"], summary["samples"], summary["plan_changes"]) == (made, 4 * made, made // 1000)
+    assert (summary["wall_s"], summary["samples_per_s"], summary["final_loss"]) == (made / 2, 8, 1 / made)
     assert history.own_rates() == 6
 
 
 @pytest.mark.parametrize("steps", [1, 2, 99, 100, 101, 399, 3000])
-def test_a_thinned_history_comes_to_the_same(steps):
+def test_a_thinned_history_has_the_same_totals(steps):
     event = lambda step: step % 11 == 0
     whole, thinned = filled(steps, 10**9, event), filled(steps, 100, event)
     assert len(whole.records) == steps
@@ -56,12 +58,12 @@ def test_a_thinned_history_comes_to_the_same(steps):
     assert {1, steps} <= set(steps_of(thinned).tolist()) <= set(range(1, steps + 1))
 
 
-def test_nothing_is_left_out_before_the_limit():
+def test_nothing_is_dropped_up_to_the_limit():
     assert steps_of(filled(100, 100)).tolist() == list(range(1, 101))
 
 
 @pytest.mark.parametrize("event", [lambda step: True, lambda step: step % 40 == 2, lambda step: step % 2 == 0])
-def test_many_events_are_bounded_too_and_kept_from_the_whole_run(event):
+def test_many_events_are_thinned_evenly(event):
     history = filled(20_000, 400, event)
     assert len(history.records) <= 400
     kept = [record.step for record in history.records if record.changed]
@@ -69,12 +71,19 @@ def test_many_events_are_bounded_too_and_kept_from_the_whole_run(event):
     assert shares.min() > 0.7 * len(kept) / 4 > 10
 
 
-def test_a_step_that_was_not_finite_is_kept():
+def test_a_nonfinite_step_is_kept():
     history = filled(500, 100)
     history.add(record(501, nonfinite=(1,)))
     for step in range(502, 2000):
         history.add(record(step))
     assert 501 in steps_of(history)
+
+
+@pytest.mark.parametrize(("ideal", "efficiency"), [(16.0, 0.5), (None, 8 / 6)])  # real: 3 samples in 0.5 s, 1 untimed
+def test_efficiency_is_the_throughput_over_the_ideal(ideal, efficiency):
+    step = replace(record(3), ideal=ideal)
+    assert step.samples_per_s == 8  # 4 samples in 0.5 s
+    assert step.efficiency == pytest.approx(efficiency)
 
 
 # -- metrics.jsonl --
@@ -91,7 +100,7 @@ def rows(folder):
 
 
 @pytest.mark.parametrize(("limit", "steps"), [(100, 5000), pytest.param(LIMIT, 200_000, marks=pytest.mark.slow)])
-def test_a_long_runs_metrics_are_bounded_and_can_be_drawn(tmp_path, limit, steps):
+def test_long_metrics_are_bounded_and_can_be_drawn(tmp_path, limit, steps):
     tracker, most = JsonlTracker(tmp_path, limit=limit), 0
     for first in range(1, steps, steps // 20):
         log(tracker, range(first, first + steps // 20))
@@ -108,12 +117,12 @@ def test_a_long_runs_metrics_are_bounded_and_can_be_drawn(tmp_path, limit, steps
     assert report(tmp_path).page.is_file()
 
 
-def test_a_resumed_run_goes_on_with_thinned_metrics(tmp_path):
-    """Also after a kill, where the last row may be one that was kept earlier."""
+def test_a_resumed_run_continues_thinned_metrics(tmp_path):
+    """Also after a kill, when the last row may be an old one."""
     done = 0
     for until in (230, 777, 1500, 1501):
         tracker = JsonlTracker(tmp_path, done=done, limit=100)
-        log(tracker, range(done + 1, until + 100))  # of which the last 99 happen again
+        log(tracker, range(done + 1, until + 100))  # the last 99 are repeated after the resume
         kept = [row["step"] for row in rows(tmp_path)]
         assert len(kept) <= 100
         assert kept == sorted(set(kept))

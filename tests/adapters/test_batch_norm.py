@@ -1,4 +1,6 @@
-"""BatchNorm over fixed groups: the same for any split; exact over all workers only in the masked engine."""
+"""BatchNorm over fixed groups gives the same numbers for any split; exact statistics need the masked engine."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +38,10 @@ def flax_model(sync="groups"):
     return hetjax.from_nnx(Net(nnx.Rngs(1), hetjax.BatchNorm(6, group=GROUP, sync=sync)), example_loss)
 
 
-def reference(params, stats, optimizer, group, steps):
-    """Written from the definition: normalize each group of the global batch by its own mean and variance."""
+@functools.cache
+def reference(group, momentum, steps):
+    """Training from the definition: each group of the global batch is normalized by its own mean and variance."""
+    params, stats, optimizer = plain(flax_model().params), (jnp.zeros(6), jnp.ones(6)), optax.sgd(0.1, momentum)
     sampler, opt_state, cursor = Sampler(SAMPLES, BATCH, 0), optimizer.init(params), 0
 
     def mean_loss(params, x, y):
@@ -52,10 +56,11 @@ def reference(params, stats, optimizer, group, steps):
             variances.append(var * len(h))
         return total / len(x), (sum(means) / len(x), sum(variances) / len(x))
 
+    gradient = jax.jit(jax.value_and_grad(mean_loss, has_aux=True))
     for _ in range(steps):
         step = sampler.step(cursor)
         index = sampler.indices(step.epoch, step.start, step.stop)
-        (_, seen), grads = jax.value_and_grad(mean_loss, has_aux=True)(params, DATA["x"][index], DATA["y"][index])
+        (_, seen), grads = gradient(params, DATA["x"][index], DATA["y"][index])
         updates, opt_state = optimizer.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
         stats = tuple(0.9 * old + 0.1 * new for old, new in zip(stats, seen, strict=True))
@@ -72,7 +77,7 @@ def plain(tree):
 def test_groups_give_the_same_training_for_any_split(engine, transport):
     model, optimizer = flax_model(), optax.sgd(0.1, momentum=0.9)
     assert model.quantum == GROUP
-    expected, (mean, var) = reference(plain(model.params), (jnp.zeros(6), jnp.ones(6)), optimizer, GROUP, steps=4)
+    expected, (mean, var) = reference(GROUP, 0.9, steps=4)
     with Trainer(
         model, optimizer, batch_size=BATCH, controller=RandomPlans(3), engine=engine, transport=transport,
         devices=jax.devices()[:3], capacity=BATCH,
@@ -86,13 +91,13 @@ def test_groups_give_the_same_training_for_any_split(engine, transport):
 
 def test_exact_statistics_over_all_workers_in_the_masked_engine():
     model, optimizer = flax_model(sync="exact"), optax.sgd(0.1)
-    expected, (mean, var) = reference(plain(model.params), (jnp.zeros(6), jnp.ones(6)), optimizer, BATCH, steps=3)
+    expected, (mean, var) = reference(BATCH, None, steps=3)
     with Trainer(
         model, optimizer, batch_size=BATCH, controller="static", engine="auto", devices=jax.devices()[:3]
     ) as trainer:
         state, history = trainer.fit(trainer.init(model.params, model.model_state), DATA, steps=3)
     assert history.engine == "masked"
-    assert np.isnan([record.times_W for record in history.records]).all()  # they wait for each other
+    assert np.isnan([record.times_W for record in history.records]).all()  # workers wait for each other
     assert history.counts[:2].tolist() == [[8, 8, 8]] * 2
     assert distance(plain(state.params), expected) <= 1e-5
     np.testing.assert_allclose(plain(state.model_state)["norm"]["mean"], mean, rtol=1e-4, atol=1e-5)
@@ -100,7 +105,7 @@ def test_exact_statistics_over_all_workers_in_the_masked_engine():
 
 
 @pytest.mark.parametrize("engine", ["chunked", "looped"])
-def test_exact_statistics_elsewhere_are_refused_before_anything_runs(engine):
+def test_exact_statistics_in_other_engines_are_refused_before_anything_runs(engine):
     model = flax_model(sync="exact")
     with (
         Trainer(model, optax.sgd(0.1), batch_size=BATCH, controller="equal", engine=engine) as trainer,
@@ -109,7 +114,7 @@ def test_exact_statistics_elsewhere_are_refused_before_anything_runs(engine):
         trainer.fit(trainer.init(model.params, model.model_state), DATA, steps=1)
 
 
-def test_exact_statistics_with_a_controller_that_needs_clocks_are_refused():
+def test_exact_statistics_with_a_controller_that_needs_timings_are_refused():
     model = flax_model(sync="exact")
     with (
         Trainer(model, optax.sgd(0.1), batch_size=BATCH, controller="balanced", engine="masked") as trainer,
@@ -122,10 +127,10 @@ def test_evaluation_uses_the_running_averages():
     model = flax_model()
     with Trainer(model, optax.sgd(0.1), batch_size=BATCH, devices=jax.devices()[:2]) as trainer:
         state, _ = trainer.fit(trainer.init(model.params, model.model_state), DATA, steps=5)
-        told = trainer.evaluate(state, DATA)
+        means = trainer.evaluate(state, DATA)
     live = model.merge(state.params, state.model_state)
     losses = [example_loss(live, {"x": x, "y": y}) for x, y in zip(DATA["x"], DATA["y"], strict=True)]
-    assert told["loss"] == pytest.approx(float(np.mean(losses)), rel=1e-5)
+    assert means["loss"] == pytest.approx(float(np.mean(losses)), rel=1e-5)
 
 
 def test_linen_gives_the_same_numbers_as_nnx():
@@ -162,12 +167,12 @@ def test_linen_gives_the_same_numbers_as_nnx():
     assert results[0][1] == pytest.approx(results[1][1], rel=1e-5)
 
 
-def test_flaxs_own_batch_norm_is_refused_with_the_way_out():
+def test_flax_batch_norm_is_refused():
     with pytest.raises(ValueError, match=r"Use hetjax\.BatchNorm"):
         hetjax.from_nnx(Net(nnx.Rngs(0), nnx.BatchNorm(6, rngs=nnx.Rngs(0))), example_loss)
 
 
-def test_dropout_inside_a_model_follows_the_sample():
+def test_dropout_depends_on_the_sample_and_not_on_the_split():
     class Dropped(nnx.Module):
         def __init__(self, rngs):
             self.linear, self.drop = nnx.Linear(15, 3, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
@@ -190,6 +195,6 @@ def test_dropout_inside_a_model_follows_the_sample():
     batch = {"x": DATA["x"][:2], "y": DATA["y"][:2]}
     same = {"x": np.stack([DATA["x"][0]] * 2), "y": np.stack([DATA["y"][0]] * 2)}
     keys = jax.random.split(jax.random.key(0), 2)
-    told = model.loss_fn(model.params, same, keys).loss_b
-    assert told[0] != told[1]  # the same sample under two keys is dropped differently
+    loss_b = model.loss_fn(model.params, same, keys).loss_b
+    assert loss_b[0] != loss_b[1]  # the same sample under two keys
     assert len(model.eval_fn(model.params, batch, keys).loss_b) == 2

@@ -1,4 +1,4 @@
-"""What a loss function may return; anything else is refused with what to write instead."""
+"""What a loss function may return; anything else is refused with a remedy."""
 
 import jax
 import jax.numpy as jnp
@@ -26,37 +26,37 @@ def refusal(loss_fn, params=PARAMS, model_state=None):
     return str(refused.value)
 
 
-def test_a_loss_with_auxiliary_values_is_answered_with_example():
-    said = refusal(lambda params, batch, keys: (losses(params, batch), {"accuracy": 1.0}))
-    assert "returned a tuple of 2" in said
-    assert "hetjax.Example(loss, metrics={'accuracy': correct})" in said
+def test_a_loss_with_auxiliary_values_is_refused():
+    message = refusal(lambda params, batch, keys: (losses(params, batch), {"accuracy": 1.0}))
+    assert "returned a tuple of 2" in message
+    assert "hetjax.Example(loss, metrics={'accuracy': correct})" in message
 
 
 @pytest.mark.parametrize("returned", [lambda loss: (loss, {"a": loss}), lambda loss: {"loss": loss}, lambda loss: None])
-def test_what_is_not_a_loss_is_refused_for_flax_models_too(returned):
+def test_values_that_are_not_a_loss_are_refused_for_flax_models(returned):
     network = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
     loss = lambda model, example, rngs: returned(jnp.sum(model(example["x"])))
     model = hetjax.from_nnx(network, loss)
     assert "hetjax.Example(loss, metrics=" in refusal(model.loss_fn, model.params)
 
 
-def test_a_mean_over_the_batch_is_refused_with_the_mean_left_out():
-    said = refusal(lambda params, batch, keys: losses(params, batch).mean())
-    assert "it has shape ()" in said
-    assert "without .mean()" in said
+def test_a_mean_over_the_batch_is_refused():
+    message = refusal(lambda params, batch, keys: losses(params, batch).mean())
+    assert "it has shape ()" in message
+    assert "without .mean()" in message
 
 
-def test_a_loss_with_further_axes_is_to_be_summed_over_them():
-    said = refusal(lambda params, batch, keys: losses(params, batch)[:, None])
-    assert "it has shape (2, 1)" in said
-    assert "other axes of each example" in said
+def test_a_loss_with_further_axes_is_refused():
+    message = refusal(lambda params, batch, keys: losses(params, batch)[:, None])
+    assert "it has shape (2, 1)" in message
+    assert "other axes of each example" in message
 
 
-def test_metrics_are_arrays_too():
-    said = refusal(lambda params, batch, keys: hetjax.Example(losses(params, batch), metrics={"a": {"b": 1}}))
-    assert "Metric 'a' should be an array of one value per example, not a dict" in said
+def test_metrics_that_are_not_arrays_are_refused():
+    message = refusal(lambda params, batch, keys: hetjax.Example(losses(params, batch), metrics={"a": {"b": 1}}))
+    assert "Metric 'a' should be an array of one value per example, not a dict" in message
 
 
-def test_a_stateful_loss_returns_its_state_sums_too():
-    said = refusal(lambda params, state, batch, keys, mask: losses(params, batch), model_state={"n": jnp.zeros(())})
-    assert "must return two values" in said
+def test_a_stateful_loss_without_state_sums_is_refused():
+    message = refusal(lambda params, state, batch, keys, mask: losses(params, batch), model_state={"n": jnp.zeros(())})
+    assert "must return two values" in message

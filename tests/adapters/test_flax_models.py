@@ -1,4 +1,4 @@
-"""Flax models behind the contract: whatever a module does in its forward pass, training and evaluation are its own."""
+"""Flax models with transformed layers and mutated variables train and evaluate as the module itself does."""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ def example_loss(model, example, rngs):
 
 
 class Stack(nnx.Module):
-    """Layers stacked along a leading axis, run as `how` says."""
+    """Layers stacked along a leading axis, applied by scan or vmap."""
 
     def __init__(self, how, rngs):
         self.how = how
@@ -45,7 +45,7 @@ class Rematerialized(nnx.Module):
 
 
 class Counting(nnx.Module):
-    """Depends on how often it was called: every example has to find the count as the model was given."""
+    """Depends on how often it was called: every example must see the count of the given model."""
 
     def __init__(self, rngs):
         self.head, self.calls = nnx.Linear(5, 3, rngs=rngs), nnx.Variable(jnp.zeros(()))
@@ -85,7 +85,7 @@ def test_transformed_layers_and_mutated_variables_are_trained_and_evaluated(name
     assert last != first
 
 
-def test_what_is_done_with_a_merged_model_changes_nothing_else():
+def test_changing_a_merged_model_changes_nothing_else():
     model = hetjax.from_nnx(Counting(nnx.Rngs(0)), example_loss)
     one, other = model.merge(model.params, None), model.merge(model.params, None)
     before = np.asarray(other(DATA["x"][0]))

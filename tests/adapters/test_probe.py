@@ -1,4 +1,4 @@
-"""Before training, a model state that would go wrong is refused by what it computes, not by what it is called."""
+"""Model states that would train wrong are refused before training, by what they compute."""
 
 import logging
 
@@ -10,7 +10,7 @@ import pytest
 from flax import linen, nnx
 
 import hetjax
-from hetjax.adapters.probe import check_model_state, probe_indices
+from hetjax.adapters.probe import check_model_state, probe_indices, warn_of_idle_workers
 from hetjax.data import fetch, load
 from hetjax.state import State
 from hetjax.zoo.tasks import make_task
@@ -25,7 +25,7 @@ cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 
 
 def probe(model, advance=None, data=DATA, params=None):
-    """What Trainer does before it compiles anything for training."""
+    """Run the check that precedes every compile for training."""
     quantum = model.quantum
     rows = {name: values[probe_indices(len(values), quantum)] for name, values in data.items()}
     state = State(model.params if params is None else params, model.model_state, None, None)
@@ -33,7 +33,7 @@ def probe(model, advance=None, data=DATA, params=None):
 
 
 class LinenNet(linen.Module):
-    """Layers of one example between two dense ones; `layers(training)` makes them."""
+    """Layers between two dense ones; each entry of `layers` is called with `training`."""
 
     layers: tuple
     training: bool = True
@@ -70,7 +70,7 @@ def nnx_model(layer):
 
 
 class Averaging(linen.Module):
-    """Keeps `momentum` of its old statistics, as BatchNorm in public code does."""
+    """Keeps its own running average, as BatchNorm usually does."""
 
     training: bool
     momentum: float = 0.9
@@ -111,17 +111,17 @@ class AveragingNnx(nnx.Module):
         return x - self.mean[...]
 
 
-def stock(momentum=0.99, frozen=False):
+def flax_norm(momentum=0.99, frozen=False):
     return lambda training: linen.BatchNorm(use_running_average=frozen or not training, momentum=momentum)
 
 
-def groups(training):
+def group_norm(training):
     return hetjax.LinenBatchNorm(not training, group=GROUP)
 
 
 @pytest.mark.parametrize("momentum", [0.99, 0.0])
-def test_linens_own_batch_norm_is_refused_by_name_before_anything_runs(momentum):
-    model = linen_model(stock(momentum))
+def test_linen_batch_norm_is_refused_by_name_before_anything_runs(momentum):
+    model = linen_model(flax_norm(momentum))
     with (
         hetjax.Trainer(model, optax.sgd(0.1), batch_size=8, devices=jax.devices()[:2]) as trainer,
         pytest.raises(
@@ -136,7 +136,7 @@ def test_linens_own_batch_norm_is_refused_by_name_before_anything_runs(momentum)
     [
         (lambda: linen_model(Averaging), "Averaging_0.mean", False),
         (lambda: linen_model(lambda training: Averaging(training, 0.01)), "Averaging_0.mean", False),
-        (lambda: linen_model(groups, Averaging), "Averaging_0.mean", False),
+        (lambda: linen_model(group_norm, Averaging), "Averaging_0.mean", False),
         (lambda: nnx_model(AveragingNnx(0.9)), "norm.mean", False),
         (lambda: linen_model(Counting), "Counting_0.calls", True),
         (lambda: linen_model(Spectral), "SpectralNorm_0.Dense_0/kernel/u", True),
@@ -148,7 +148,7 @@ def test_linens_own_batch_norm_is_refused_by_name_before_anything_runs(momentum)
     ],
     ids=["linen", "slow", "behind-batch-norm", "nnx", "counter", "linen-spectral", "nnx-spectral"],
 )  # fmt: skip
-def test_a_layer_that_averages_over_the_steps_itself_is_refused_by_name(make, name, independent):
+def test_a_layer_with_its_own_running_average_is_refused_by_name(make, name, independent):
     with pytest.raises(ValueError, match="averaged twice") as refused:
         probe(make())
     assert name in str(refused.value)
@@ -156,7 +156,7 @@ def test_a_layer_that_averages_over_the_steps_itself_is_refused_by_name(make, na
     assert ("advance=hetjax.running_average(0.0)" in str(refused.value)) == independent
 
 
-def test_trainer_refuses_it_before_training():
+def test_the_trainer_refuses_such_a_layer():
     model = linen_model(Spectral)
     with (
         hetjax.Trainer(model, optax.sgd(0.1), batch_size=16, devices=jax.devices()[:2]) as trainer,
@@ -166,7 +166,7 @@ def test_trainer_refuses_it_before_training():
 
 
 class Statistics(nnx.Module):
-    """The mean of an example: a state that is the weighted mean of its parts'."""
+    """Keeps the mean of an example, which does not depend on the split."""
 
     def __init__(self):
         self.mean = nnx.BatchStat(jnp.zeros(6))
@@ -179,12 +179,12 @@ class Statistics(nnx.Module):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: linen_model(groups),
+        lambda: linen_model(group_norm),
         lambda: linen_model(lambda training: hetjax.LinenBatchNorm(not training, group=GROUP, dtype=jnp.bfloat16)),
-        lambda: linen_model(stock(frozen=True)),
-        lambda: linen_model(stock(frozen=True), groups),
-        lambda: linen_model(groups, stock(frozen=True), groups),
-        lambda: linen_model(groups, lambda training: linen.Dense(6), groups),
+        lambda: linen_model(flax_norm(frozen=True)),
+        lambda: linen_model(flax_norm(frozen=True), group_norm),
+        lambda: linen_model(group_norm, flax_norm(frozen=True), group_norm),
+        lambda: linen_model(group_norm, lambda training: linen.Dense(6), group_norm),
         lambda: nnx_model(hetjax.BatchNorm(6, group=GROUP)),
         lambda: nnx_model(hetjax.BatchNorm(6, group=16)),
         lambda: nnx_model(hetjax.BatchNorm(6, group=GROUP, sync="exact")),
@@ -203,11 +203,11 @@ class Statistics(nnx.Module):
         "mean",
     ],
 )
-def test_what_does_not_depend_on_the_split_passes(make):
+def test_a_state_that_does_not_depend_on_the_split_passes(make):
     probe(make())
 
 
-def test_a_model_that_gives_nan_passes_as_the_first_step_finds_it():
+def test_nan_passes_because_the_first_step_reports_it():
     probe(nnx_model(hetjax.BatchNorm(6, group=GROUP)), data={**DATA, "x": np.full_like(DATA["x"], np.nan)})
 
 
@@ -216,12 +216,12 @@ def test_the_resnet_with_batch_norm_passes():
     probe(model, data=fetch(load("digits"), np.arange(100)))
 
 
-def test_an_advance_of_the_users_own_decides_itself():
+def test_averages_are_not_checked_with_a_custom_advance():
     probe(linen_model(Averaging), advance=lambda state, sums: state)
 
 
-def over_block(params, state, batch, keys, mask_b):
-    """BatchNorm over the valid rows of a block, written by hand."""
+def over_microbatch(params, state, batch, keys, mask_b):
+    """BatchNorm over the valid rows of a microbatch."""
     share_b = mask_b / mask_b.sum()
     x = batch["x"].mean(1)
     mean = share_b @ x
@@ -230,17 +230,17 @@ def over_block(params, state, batch, keys, mask_b):
     return loss, ({"norm": {"mean": mean * mask_b.sum(), "var": var * mask_b.sum()}}, mask_b.sum(dtype=jnp.float32))
 
 
-def test_statistics_over_the_rows_of_a_block_are_refused_by_name():
+def test_statistics_over_a_microbatch_are_refused_by_name():
     state = {"norm": {"mean": jnp.zeros(5), "var": jnp.ones(5)}}
-    model = hetjax.FlaxModel(over_block, over_block, {"w": jnp.ones((5, 3))}, state, None)
+    model = hetjax.FlaxModel(over_microbatch, over_microbatch, {"w": jnp.ones((5, 3))}, state, None)
     for advance in (None, lambda state, sums: state):
         with pytest.raises(ValueError, match=r"model state norm\.var depends on how a batch is split.*LayerNorm"):
             probe(model, advance)
 
 
-def test_rows_that_are_masked_must_not_be_counted():
+def test_counting_masked_rows_is_refused():
     def careless(params, state, batch, keys, mask_b):
-        loss, (sums, _) = over_block(params, state, batch, keys, mask_b)
+        loss, (sums, _) = over_microbatch(params, state, batch, keys, mask_b)
         return loss, ({"norm": {"mean": sums["norm"]["mean"]}}, jnp.float32(len(mask_b)))
 
     model = hetjax.FlaxModel(careless, careless, {"w": jnp.ones((5, 3))}, {"norm": {"mean": jnp.zeros(5)}}, None)
@@ -248,7 +248,7 @@ def test_rows_that_are_masked_must_not_be_counted():
         probe(model)
 
 
-def test_spectral_norm_taken_as_it_is_trains_as_flax_does_on_the_whole_batch():
+def test_spectral_norm_with_momentum_zero_trains_as_in_flax():
     class Net(linen.Module):
         @linen.compact
         def __call__(self, x, training=True):
@@ -279,30 +279,31 @@ def test_spectral_norm_taken_as_it_is_trains_as_flax_does_on_the_whole_batch():
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(("group", "idle"), [(8, 3), (4, 2), (2, 0)])
-def test_groups_that_leave_workers_idle_are_said(group, idle, caplog):
-    model = nnx_model(hetjax.BatchNorm(6, group=group))
+@pytest.mark.parametrize(("group", "idle"), [(8, 3), (4, 2), (2, 0), (1, 0)])
+def test_groups_that_leave_workers_idle_are_logged(group, idle, caplog):
+    with caplog.at_level(logging.WARNING, "hetjax"):
+        warn_of_idle_workers(8, group, 4)
+    assert len(caplog.messages) == (idle > 0)
+    if idle:
+        assert f"at least {idle} of the 4 workers are idle" in caplog.text
+        assert f"groups of at most 2 (BatchNorm(group=...)) or batch_size={4 * group} or more" in caplog.text
+
+
+def test_training_with_too_few_groups_logs_the_idle_workers(caplog):
+    model = nnx_model(hetjax.BatchNorm(6, group=GROUP))
     with (
         caplog.at_level(logging.WARNING, "hetjax"),
         hetjax.Trainer(
-            model,
-            optax.sgd(0.1),
-            batch_size=8,
-            controller="equal",
-            devices=jax.devices()[:4],
-            engine=hetjax.Chunked(rungs=[group]),
+            model, optax.sgd(0.1), batch_size=2 * GROUP, controller="equal", devices=jax.devices()[:4],
+            engine=hetjax.Chunked(rungs=[GROUP]),
         ) as trainer,
-    ):
+    ):  # fmt: skip
         _, history = trainer.fit(trainer.init(model.params, model.model_state), DATA, steps=1)
-    assert (history.counts[0] == 0).sum() == idle
-    said = [record.getMessage() for record in caplog.records if "idle" in record.getMessage()]
-    assert len(said) == (idle > 0)
-    if idle:
-        assert f"at least {idle} of the 4 workers are idle" in said[0]
-        assert f"groups of at most 2 (BatchNorm(group=...)) or batch_size={4 * group} or more" in said[0]
+    assert (history.counts[0] == 0).sum() == 2
+    assert len([message for message in caplog.messages if "at least 2 of the 4 workers are idle" in message]) == 1
 
 
-def test_a_state_of_several_sets_is_tried_too():
+def test_a_state_of_several_parameter_sets_is_checked():
     model = nnx_model(hetjax.BatchNorm(6, group=GROUP))
     options = {
         "batch_size": 16,

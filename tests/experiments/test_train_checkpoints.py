@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import train
-from sample_log import Numbered, check_epochs, telling
+from sample_log import Numbered, check_epochs, log_samples
 from training import setup
 
 from hetjax import checkpoint, report
@@ -53,7 +53,7 @@ def numbered_samples(monkeypatch):
 
     def telling_task(config):
         task = make(config)
-        loss_fn = telling(task.model.loss_fn, len(task.train))
+        loss_fn = log_samples(task.model.loss_fn, len(task.train))
         return replace(task, train=Numbered(task.train), model=replace(task.model, loss_fn=loss_fn))
 
     monkeypatch.setattr(setup, "make_task_of", telling_task)

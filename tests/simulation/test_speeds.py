@@ -1,4 +1,4 @@
-"""Simulated speeds: the rule, to the letter, with injected time."""
+"""Simulated speeds: the duration of a phase, with injected time."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from hetjax.simulation.speeds import Simulation, constant
 
 
 class FakeTime:
-    """A clock that only moves when somebody sleeps or computes."""
+    """A clock that advances only by sleeping or computing."""
 
     def __init__(self):
         self.now = 100.0
@@ -29,21 +29,21 @@ def clock(monkeypatch):
 
 
 def phase(simulation, clock, worker, rows, real):
-    """How long a local phase lasts whose real computation takes `real` seconds."""
+    """Duration of a local phase whose computation takes `real` seconds."""
     began = clock.now
     clock.now += real
     simulation.hold(worker, rows, began)
     return clock.now - began
 
 
-def test_row_time_is_the_slowest_workers_with_all_computing_plus_half():
+def test_row_time_is_that_of_the_slowest_worker_plus_half():
     simulation = Simulation(constant([1, 0.5]))
     simulation.calibrate(np.array([10, 20, 0]), np.array([0.1, 0.4, 9.9]))
     assert simulation.row_time == pytest.approx(1.5 * 0.02)
     assert simulation.ideal() == pytest.approx((1 + 0.5) / 0.03)
 
 
-def test_a_phase_lasts_startup_plus_rows_by_speed_or_its_real_time(clock):
+def test_a_phase_lasts_the_longer_of_simulated_and_real_time(clock):
     simulation = Simulation(constant([1, 0.25], startup=[0.0, 0.2]), row_time=0.01)
     assert phase(simulation, clock, 0, rows=10, real=0.02) == pytest.approx(0.1)
     assert phase(simulation, clock, 1, rows=10, real=0.02) == pytest.approx(0.2 + 0.4)
@@ -52,7 +52,7 @@ def test_a_phase_lasts_startup_plus_rows_by_speed_or_its_real_time(clock):
     assert (simulation.overruns, simulation.phases) == (1, 3)
 
 
-def test_above_two_per_cent_of_overruns_there_is_a_warning(clock):
+def test_more_than_two_percent_of_overruns_give_a_warning(clock):
     simulation = Simulation(constant([1]), row_time=0.01)
     for _ in range(98):
         phase(simulation, clock, 0, rows=10, real=0.02)
@@ -63,7 +63,7 @@ def test_above_two_per_cent_of_overruns_there_is_a_warning(clock):
     assert "3 of 101 local phases took longer than simulated" in simulation.verdict()
 
 
-def test_speeds_follow_a_trace_by_step(clock):
+def test_speeds_follow_the_trace(clock):
     trace = lambda step: (np.array([1.0 if step < 5 else 0.5]), np.zeros(1))
     simulation = Simulation(trace, row_time=0.01)
     assert phase(simulation, clock, 0, rows=10, real=0.0) == pytest.approx(0.1)
@@ -94,7 +94,7 @@ def test_an_impossible_row_time_is_refused(row_time):
         Simulation(constant([1]), row_time=row_time)
 
 
-def test_a_row_that_takes_for_ever_is_refused_as_soon_as_it_is_known(clock):
+def test_a_row_that_takes_over_an_hour_is_refused(clock):
     with pytest.raises(ValueError, match=r"Worker 1 has the simulated speed 0\.5"):
         Simulation(constant([1, 0.5]), row_time=3000.0)
     simulation = Simulation(constant([1, 1e-300]))

@@ -1,4 +1,4 @@
-"""Trace files: speeds by step, and errors that name the file and the place."""
+"""Trace files: speeds by step, and errors that name the file and the entry."""
 
 import json
 
@@ -14,7 +14,7 @@ def written(folder, content):
     return path
 
 
-def test_changes_hold_from_their_step_on(tmp_path):
+def test_changes_apply_from_their_step_on(tmp_path):
     changes = [{"step": 10, "speeds": [1, 0.1]}, {"step": 20, "startup": [0.0, 0.5]}]
     trace = read_trace(written(tmp_path, {"speeds": [1, 0.5], "startup": 0.01, "changes": changes}))
     for step, speeds, startup in [
@@ -52,7 +52,7 @@ def test_a_broken_trace_is_refused(content, sentence, tmp_path):
         read_trace(written(tmp_path, content))
 
 
-def test_a_trace_that_cannot_be_read_is_refused(tmp_path):
+def test_an_unreadable_trace_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="There is no trace file"):
         read_trace(tmp_path / "none.json")
     with pytest.raises(OSError, match="cannot be read"):

@@ -1,5 +1,6 @@
 """Any allocation equals one big batch: gradients, loss and updates, for every engine and number of workers."""
 
+import itertools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from hetjax.trainer import Trainer
 BATCH = 24
 MODELS = ("mlp", "cnn", "transformer")
 ENGINES = ("chunked", "looped", "masked")
+TRANSPORTS = ("psum", "hub")
 WORKERS = (1, 2, 3, 4, 8)
 QUICK = {"mlp": (1, 3, 8), "cnn": (3,), "transformer": (4,)}
 GRID = [
@@ -55,7 +57,7 @@ def _momentum(core, sums):
 
 @dataclass
 class Bench:
-    """One engine with both transports, compiled once and fed with many allocations."""
+    """One engine with both transports, compiled once for many allocations."""
 
     engine: object
     clocks: Clocks
@@ -67,8 +69,8 @@ class Bench:
         step = Span(0, start, start + int(counts.sum()))
         reduce = self.reduces[transport]
         packed = self.engine.pack(Rows(batch, start), step, counts, seed=7)
-        laps = self.clocks.wait(self.engine.start(reduce.replicas(), packed))
-        reduce.step(laps, [own_slots(lap.seconds, lap.rows, 0, False) for lap in laps], step)
+        results = self.clocks.wait(self.engine.start(reduce.replicas(), packed))
+        reduce.step(results, [own_slots(result.seconds, result.rows, 0, False) for result in results], step)
         return reduce.report(), reduce.core[2]
 
 
@@ -88,7 +90,7 @@ def bench(model: str, engine: str, workers: int) -> Iterator[Bench]:
     finishes = {"": _keep_gradient, " momentum": _momentum}
     reduces = {
         f"{t}{name}": Holder(make_reduce(t, devices, layout, Update(finish), core))
-        for t in ("psum", "hub")
+        for t in TRANSPORTS
         for name, finish in finishes.items()
     }
     yield Bench(built, clocks, reduces, layout, made)
@@ -108,86 +110,70 @@ def _fit(counts: list[int]) -> np.ndarray:
     return counts
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize(("model", "workers"), GRID)
-def test_any_allocation_gives_the_gradient_of_the_whole_batch(model, engine, workers):
+def check_any_allocation(made: Bench, workers: int) -> None:
+    """Gradient and loss of any allocation, and five momentum steps over random ones, equal those of one device."""
+
     @settings(max_examples=6, suppress_health_check=list(HealthCheck))
     @given(counts=allocations(workers), start=st.sampled_from([0, 13]))
     def check(counts, start):
         total = int(counts.sum())
         batch = jax.tree.map(lambda x: x[start : start + total], made.problem.data)
         loss, grads = part_of_data(made.problem, 7, start, start + total)
-        for transport in ("psum", "hub"):
+        for transport in TRANSPORTS:
             report, gradient = made.gradient(counts, transport, batch, start)
             assert report.count == total
             assert abs(report.loss - float(loss)) <= 1e-5 * abs(float(loss))
             assert distance(gradient, grads) <= 1e-5, (transport, counts)
 
-    def check_five_steps(transport):
-        rng, params = np.random.default_rng(workers), made.problem.params
-        moved = jax.tree.map(jnp.zeros_like, params)
-        for start in (0, 13, 5, 30, 40):
-            counts = rng.multinomial(BATCH, rng.dirichlet(np.full(workers, 0.5)))
-            batch = jax.tree.map(lambda x, start=start: x[start : start + BATCH], made.problem.data)
+    check()
+    rng, params = np.random.default_rng(workers), made.problem.params
+    moved = jax.tree.map(jnp.zeros_like, params)
+    for start in (0, 13, 5, 30, 40):
+        counts = rng.multinomial(BATCH, rng.dirichlet(np.full(workers, 0.5)))
+        batch = jax.tree.map(lambda x, start=start: x[start : start + BATCH], made.problem.data)
+        for transport in TRANSPORTS:
             made.gradient(counts, f"{transport} momentum", batch, start)
-            _, grads = part_of_data(replace(made.problem, params=params), 7, start, start + BATCH)
-            moved = jax.tree.map(lambda m, g: 0.9 * m + g, moved, grads)
-            params = jax.tree.map(lambda p, m: p - 0.1 * m, params, moved)
-        first, now = made.problem.params, made.reduces[f"{transport} momentum"].core[0]
+        _, grads = part_of_data(replace(made.problem, params=params), 7, start, start + BATCH)
+        moved = jax.tree.map(lambda m, g: 0.9 * m + g, moved, grads)
+        params = jax.tree.map(lambda p, m: p - 0.1 * m, params, moved)
+    first = made.problem.params
+    for transport in TRANSPORTS:
+        now = made.reduces[f"{transport} momentum"].core[0]
         assert distance(jax.tree.map(np.subtract, now, first), jax.tree.map(np.subtract, params, first)) <= 1e-5
-
-    with bench(model, engine, workers) as made:
-        check()
-        for transport in ("psum", "hub"):
-            check_five_steps(transport)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_gradients_that_travel_in_parts_of_their_own_are_the_same(engine, monkeypatch):
-    """As those of real models do: here everything from 64 elements on is large."""
-    monkeypatch.setattr(layouts, "_LARGE", 64)
-    test_any_allocation_gives_the_gradient_of_the_whole_batch("mlp", engine, 3)
-    with bench("mlp", engine, 2) as made:
-        assert len(made.layout.sizes) > 2
+@pytest.mark.parametrize(("model", "workers"), GRID)
+def test_any_allocation_gives_the_gradient_of_the_whole_batch(model, engine, workers):
+    with bench(model, engine, workers) as made:
+        check_any_allocation(made, workers)
 
 
-def test_a_step_has_one_all_reduce(monkeypatch):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_large_gradients_travel_in_separate_parts_of_one_all_reduce(engine, monkeypatch):
+    """As those of real models do: here 64 elements are large."""
     monkeypatch.setattr(layouts, "_LARGE", 64)
-    with bench("mlp", "chunked", 2) as made:
+    with bench("mlp", engine, 3) as made:
         assert len(made.layout.sizes) > 2
+        check_any_allocation(made, 3)
         program = made.reduces["psum"]._run.as_text()
     assert len(re.findall(r"all-reduce(?:-start)?\(", program)) == 1
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_padding_full_of_rubbish_never_reaches_a_gradient(engine):
+def test_garbage_in_padding_and_on_idle_workers_never_reaches_a_gradient(engine):
     with bench("cnn", engine, 3) as made:
-        for rubbish in (np.nan, np.inf):
+        for garbage, counts in itertools.product((np.nan, np.inf), ([9, 0, 5], [6, 0, 0])):
+            valid = sum(counts)
             image = made.problem.data["image"][:BATCH].copy()
-            image[14:] = rubbish
-            dirty = {"image": image, "label": made.problem.data["label"][:BATCH]}
-            counts = np.array([9, 0, 5])
-            _, grads = part_of_data(made.problem, 7, 0, 14)
-            for transport in ("psum", "hub"):
-                report, gradient = made.gradient(counts, transport, dirty)
+            image[valid:] = garbage
+            batch = {"image": image, "label": made.problem.data["label"][:BATCH]}
+            _, grads = part_of_data(made.problem, 7, 0, valid)
+            for transport in TRANSPORTS:
+                report, gradient = made.gradient(np.array(counts), transport, batch)
                 assert not report.nonfinite_W.any()
+                assert np.isfinite(report.loss)
                 assert distance(gradient, grads) <= 1e-5
-
-
-@pytest.mark.parametrize("engine", ["looped", "masked"])
-def test_a_worker_without_samples_may_hold_only_rubbish(engine):
-    with bench("mlp", engine, 2) as made:
-        check_idle_rubbish(made)
-
-
-def check_idle_rubbish(made):
-    image = np.full_like(made.problem.data["image"][:BATCH], np.nan)
-    image[:6] = made.problem.data["image"][:6]
-    batch = {"image": image, "label": made.problem.data["label"][:BATCH]}
-    for transport in ("psum", "hub"):
-        report, _ = made.gradient(np.array([6, 0]), transport, batch)
-        assert not report.nonfinite_W.any()
-        assert np.isfinite(report.loss)
 
 
 STEPS = [
@@ -239,37 +225,18 @@ def test_five_steps_of_adam_in_float64(model, engine, transport, float64):
 
 def test_an_extra_sum_over_workers_would_be_noticed(monkeypatch):
     """The mutant: a second psum multiplies by the number of workers. The gradient check must see it."""
-    with bench("mlp", "chunked", 2) as made:
-        check_mutant(made, monkeypatch)
-
-
-def check_mutant(made, monkeypatch):
     plain = jax.lax.psum
-    monkeypatch.setattr(jax.lax, "psum", lambda x, axis: plain(plain(x, axis), axis))
-    core = (made.problem.params, None, jax.tree.map(jnp.zeros_like, made.problem.params))
-
-    def sums_only(core, sums):
-        return core[0], core[1], sums.grads
-
-    workers = made.engine.workers
-    mutant = Bench(
-        made.engine,
-        made.clocks,
-        {"psum": Holder(make_reduce("psum", workers, made.layout, Update(sums_only), core))},
-        made.layout,
-        made.problem,
-    )
-    monkeypatch.undo()
-    honest = Bench(
-        made.engine,
-        made.clocks,
-        {"psum": Holder(make_reduce("psum", workers, made.layout, Update(sums_only), core))},
-        made.layout,
-        made.problem,
-    )
-    batch = jax.tree.map(lambda x: x[:BATCH], made.problem.data)
-    _, grads = part_of_data(made.problem, 7, 0, BATCH)
-    summed = jax.tree.map(lambda g: g * BATCH, grads)
-    counts = np.array([10, 14])
-    assert distance(honest.gradient(counts, "psum", batch)[1], summed) <= 1e-5
-    assert distance(mutant.gradient(counts, "psum", batch)[1], summed) > 0.5
+    sums_only = lambda core, sums: (core[0], core[1], sums.grads)
+    with bench("mlp", "chunked", 2) as made:
+        core = (made.problem.params, None, jax.tree.map(jnp.zeros_like, made.problem.params))
+        opened = lambda: Holder(make_reduce("psum", made.engine.workers, made.layout, Update(sums_only), core))
+        with monkeypatch.context() as patch:
+            patch.setattr(jax.lax, "psum", lambda x, axis: plain(plain(x, axis), axis))
+            mutant = replace(made, reduces={"psum": opened()})
+        honest = replace(made, reduces={"psum": opened()})
+        batch = jax.tree.map(lambda x: x[:BATCH], made.problem.data)
+        _, grads = part_of_data(made.problem, 7, 0, BATCH)
+        summed = jax.tree.map(lambda g: g * BATCH, grads)
+        counts = np.array([10, 14])
+        assert distance(honest.gradient(counts, "psum", batch)[1], summed) <= 1e-5
+        assert distance(mutant.gradient(counts, "psum", batch)[1], summed) > 0.5

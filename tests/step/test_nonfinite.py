@@ -1,4 +1,4 @@
-"""NaN and infinity in losses, gradients and updates: found, named, and kept out of the parameters."""
+"""NaN and infinity in losses, gradients and updates are found, reported, and kept out of the parameters."""
 
 import re
 
@@ -25,7 +25,7 @@ def linear(params, batch, keys):
 
 
 def data(poison=None):
-    """Rows of which one, in the second step, has the target `poison`."""
+    """Samples, one of which, in the second step, has the target `poison`."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(SAMPLES, 3)).astype(np.float32)
     y = x.sum(1)
@@ -35,7 +35,7 @@ def data(poison=None):
 
 
 def fragile():
-    """A rate of 0.1, but a large gradient makes update and state NaN."""
+    """SGD with rate 0.1, whose update and state are NaN for a large gradient."""
 
     def update(grads, state, params=None):
         state = jax.tree.map(lambda g: jnp.where(jnp.abs(g) > 1e3, jnp.nan, g), grads)
@@ -45,9 +45,15 @@ def fragile():
 
 
 def trainer_for(optimizer=None, loss_fn=squares, **options):
-    law = {} if "sync" in options and not getattr(options["sync"], "stepped", True) else {"controller": "equal"}
-    ladder = Chunked(rungs=[16])
-    options = {"batch_size": BATCH, "devices": jax.devices()[:2], "engine": ladder, **law, **options}
+    stepped = getattr(options.get("sync"), "stepped", True)
+    controller = {"controller": "equal"} if stepped else {}
+    options = {
+        "batch_size": BATCH,
+        "devices": jax.devices()[:2],
+        "engine": Chunked(rungs=[16]),
+        **controller,
+        **options,
+    }
     return Trainer(loss_fn, fragile() if optimizer is None else optimizer, **options)
 
 
@@ -60,17 +66,17 @@ def fit(rows, optimizer=None, *, epochs=None, steps=None, **options):
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize(("value", "finite"), [(1, True), (np.nan, False), (np.inf, False), (-np.inf, False)])
-def test_the_test(dtype, value, finite):
+def test_all_finite(dtype, value, finite):
     tree = {"large": jnp.ones((40, 50), dtype).at[7, 9].set(value), "count": jnp.int32(3), "none": jnp.zeros((0, 2))}
     assert bool(jax.jit(all_finite)(tree)) is finite
-    assert bool(all_finite(jnp.full(3, jnp.finfo(dtype).max)))  # whose squares are infinite
+    assert bool(all_finite(jnp.full(3, jnp.finfo(dtype).max)))  # though its squares are infinite
     assert not all_finite([jnp.full(3, jnp.finfo(dtype).max), jnp.full((), value, dtype) * jnp.inf])
     assert all_finite({"key": jax.random.key(0), "count": jnp.int32(3)})
 
 
 @pytest.mark.parametrize("transport", ["psum", "hub"])
 def test_a_large_gradient_is_not_nan(transport):
-    """Of a norm whose square is infinite in float32."""
+    """Its norm squared is infinite in float32."""
     rows = data(poison=1e24)
     plain, history = fit(rows, optax.sgd(1e-24), loss_fn=linear, transport=transport)
     assert not any(record.nonfinite for record in history.records)
@@ -84,7 +90,7 @@ SYNCS = {
     "decentralized": {"sync": Decentralized("complete")},
     "daso, all at once": {"sync": Daso(nodes=2, warm_up=1)},
     "daso": {"sync": Daso(nodes=2, warm_up=0, cool_down=0)},
-    "hogbatch": {"sync": Hogbatch(batches=4)},  # where the row may come to any step
+    "hogbatch": {"sync": Hogbatch(batches=4)},  # the sample may come in any step
     "adaptive sgd": {"sync": AdaptiveSgd(batches=4)},
 }
 
@@ -104,8 +110,8 @@ def test_a_bad_update_of_good_gradients_is_named_and_can_be_skipped(sync, caplog
 
 
 @pytest.mark.parametrize("transport", ["psum", "hub"])
-def test_what_was_skipped_left_no_trace(transport):
-    """Neither in parameters nor in momenta, averages or counters."""
+def test_a_skipped_step_changes_nothing(transport):
+    """Neither parameters nor momenta, averages or counters."""
     options = {"on_nonfinite": "skip", "ema_decay": 0.9, "transport": transport}
     optimizer = optax.chain(optax.sgd(0.1, momentum=0.9), fragile())
     one, _ = fit(data(), optimizer, steps=1, **options)
@@ -115,7 +121,7 @@ def test_what_was_skipped_left_no_trace(transport):
 
 
 def test_a_state_that_overflows_is_a_bad_update():
-    """Adam squares a gradient: its state is infinite then, and that parameter would never move again."""
+    """Adam squares the gradient: with an infinite state the parameter would never move again."""
     with pytest.raises(NonFiniteError, match=r"Step 2: .* the optimizer's update"):
         fit(data(poison=1e22), optax.adam(0.1), loss_fn=linear)
     state, _ = fit(data(poison=1e22), optax.adam(0.1), loss_fn=linear, on_nonfinite="skip")
@@ -123,15 +129,15 @@ def test_a_state_that_overflows_is_a_bad_update():
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])
-def test_scalars_in_the_state_of_an_optimizer_may_be_infinite(policy):
-    """As the best loss so far is before the first step."""
+def test_scalars_of_the_optimizer_state_may_be_infinite(policy):
+    """Such as the best loss before the first step."""
     best = optax.GradientTransformation(lambda params: jnp.float32(jnp.inf), lambda g, state, params=None: (g, state))
     _, history = fit(data(), optax.chain(optax.sgd(0.1), best), on_nonfinite=policy)
     assert [record.left_out for record in history.records] == [False] * 3
 
 
 @pytest.mark.parametrize("sync", ["psum", "hogbatch"])
-def test_nothing_but_nan_comes_to_an_end(sync):
+def test_a_run_of_nothing_but_nan_ends(sync):
     rows = data()
     rows["y"][:] = np.nan
     with pytest.raises(NonFiniteError, match=r"Step 4: the loss or gradient of .* 4 steps in a row have been skipped"):
@@ -146,6 +152,6 @@ def test_only_skips_in_a_row_count():
 
 
 @pytest.mark.parametrize("max_skips", [0, -1, 1.5, True, None])
-def test_a_limit_that_makes_no_sense_is_refused(max_skips):
+def test_a_bad_limit_of_skips_is_refused(max_skips):
     with pytest.raises((ValueError, TypeError), match=r"max_skips is .*: expected a whole number of at least 1"):
         trainer_for(on_nonfinite="skip", max_skips=max_skips)

@@ -1,16 +1,17 @@
-"""A step in one's own loop: the same training as the trainer's, for any batches, and sentences for mistakes."""
+"""A step in a user's own loop: the same training as the trainer's, for any batches, and errors for mistakes."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from modeled_times import modeled_times
 from problems import RandomPlans, distance, problem
 
-from hetjax import Chunked, LiveState, NonFiniteError, Simulation, State, Step, Trainer
+from hetjax import Chunked, LiveState, NonFiniteError, State, Step, Trainer
 from hetjax.data import batches as host_batches
+from hetjax.pipeline import Requests
 from hetjax.sampling.order import Sampler
-from hetjax.simulation.speeds import constant
 
 BATCH = 24
 
@@ -27,7 +28,7 @@ def step_for(made, **options):
 
 
 def epochs_of(made, epochs, batch=BATCH):
-    """Batches in the order of a trainer with seed 0: a generator, as a user's loader may be."""
+    """Batches in the order of a trainer with seed 0, as a generator like a user's loader."""
     order = Sampler(len(made.data["label"]), batch, 0)
     cursor = 0
     while cursor < epochs * order.size:
@@ -46,16 +47,16 @@ def run(step, state, loader):
 
 
 @pytest.mark.parametrize("controller", ["equal", "random"])
-def test_an_own_loop_and_the_trainer_are_the_same_run_to_the_bit(controller):
+def test_a_loop_and_the_trainer_are_the_same_run_to_the_bit(controller):
     made = problem("mlp", samples=100)
-    law = lambda: RandomPlans(4) if controller == "random" else controller
+    make = lambda: RandomPlans(4) if controller == "random" else controller
     options = {"ema_decay": 0.9, "optimizer": optax.adam(1e-2)}
-    with step_for(made, controller=law(), epoch_size=100, **options) as step:
+    with step_for(made, controller=make(), epoch_size=100, **options) as step:
         state, reports = run(step, step.init(made.params), epochs_of(made, 2))
         in_order = [{name: x[i : i + BATCH] for name, x in made.data.items()} for i in range(0, 100, BATCH)]
         mine, whole = step.export(state), step.evaluate(state, in_order)
     with Trainer(
-        made.loss_fn, optax.adam(1e-2), batch_size=BATCH, controller=law(), devices=jax.devices()[:2],
+        made.loss_fn, optax.adam(1e-2), batch_size=BATCH, controller=make(), devices=jax.devices()[:2],
         engine=Chunked(rungs=[4, 24]), ema_decay=0.9,
     ) as trainer:  # fmt: skip
         theirs, history = trainer.fit(trainer.init(made.params), made.data, epochs=2)
@@ -64,16 +65,15 @@ def test_an_own_loop_and_the_trainer_are_the_same_run_to_the_bit(controller):
     assert [report.loss for report in reports[1:]] == history.losses
     assert [report.step for report in reports[1:]] == [record.step for record in history.records]
     assert (mine.step, mine.cursor) == (theirs.step, theirs.cursor)
-    for a, b in zip(jax.tree.leaves(mine.core), jax.tree.leaves(theirs.core), strict=True):
-        np.testing.assert_array_equal(a, b)
+    jax.tree.map(np.testing.assert_array_equal, mine.core, theirs.core)
     assert whole["loss"] == pytest.approx(tested["loss"], rel=1e-5)
 
 
-def test_the_counts_of_a_loop_follow_the_speeds_and_the_training_stays_that_of_one_device():
+def test_counts_follow_the_speeds_and_the_training_stays_that_of_one_device(monkeypatch):
     made = problem("mlp", samples=100)
     losses = []
-    slow = Simulation(constant([1, 0.25]), row_time=1e-3)
-    for devices, controller, speeds in [(1, "equal", None), (2, "balanced", slow)]:
+    for devices, controller in [(1, "equal"), (2, "balanced")]:
+        speeds = modeled_times(monkeypatch, [1, 0.25]) if devices == 2 else None
         with step_for(made, controller=controller, devices=jax.devices()[:devices], speeds=speeds) as step:
             _, reports = run(step, step.init(made.params), epochs_of(made, 4))
         losses.append([report.loss for report in reports[1:]])
@@ -82,7 +82,6 @@ def test_the_counts_of_a_loop_follow_the_speeds_and_the_training_stays_that_of_o
     assert np.median([counts[0] for counts in full]) > 2 * np.median([counts[1] for counts in full])
     assert sum(report.changed for report in reports[1:]) >= 1
     assert any(report.reason for report in reports[1:])
-    assert 0.3 < np.median([report.efficiency for report in reports[3:]]) < 1.05
 
 
 @pytest.mark.parametrize("kind", ["tuple", "nested", "jax", "array"])
@@ -117,7 +116,7 @@ def test_a_state_can_be_read_at_any_time_and_used_once():
     with step_for(made) as step:
         start = step.init(made.params)
         first, _ = step(start, batch)
-        seen = jax.tree.map(np.array, first.params)  # in the middle of things
+        seen = jax.tree.map(np.array, first.params)  # while the step may still run
         second, report = step(first, batch)
         assert isinstance(second, LiveState)
         assert report.step == 1
@@ -128,7 +127,7 @@ def test_a_state_can_be_read_at_any_time_and_used_once():
         with pytest.raises(ValueError, match="Use the state that the last call returned"):
             step(second, batch)
         assert isinstance(jax.tree.map(np.asarray, third), State)
-        again, _ = step(start, batch)  # a plain state is copied, and begins anew
+        again, _ = step(start, batch)  # a plain state is copied and starts a new run
         assert distance(again.params, seen) == 0
         with pytest.raises(ValueError, match="belongs to a run that another state has replaced"):
             step(third, batch)
@@ -136,62 +135,53 @@ def test_a_state_can_be_read_at_any_time_and_used_once():
         other(again, batch)
 
 
-def test_the_last_state_outlives_the_step():
+@pytest.fixture(scope="module")
+def trained():
+    """A problem and its parameters after two epochs."""
     made = problem("mlp")
     with step_for(made) as step:
-        state, _ = run(step, step.init(made.params), epochs_of(made, 1))
-        expected = jax.tree.map(np.array, state.params)
+        state, _ = run(step, step.init(made.params), epochs_of(made, 2))
+        return made, jax.tree.map(np.array, state.params)
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_reading_the_state_changes_nothing_and_the_last_one_outlives_the_step(trained, read):
+    made, expected = trained
     with step_for(made) as step:
         state = step.init(made.params)
-        for batch in epochs_of(made, 1):
+        for batch in epochs_of(made, 2):
             state, _ = step(state, batch)
+            if read:
+                step.flush()
+                _ = state.params
     assert distance(state.params, expected) == 0
 
 
-def test_reading_the_state_every_step_changes_nothing():
-    made, params = problem("mlp"), []
-    for reads in (False, True):
-        with step_for(made) as step:
-            state = step.init(made.params)
-            for batch in epochs_of(made, 2):
-                state, _ = step(state, batch)
-                if reads:
-                    step.flush()
-                    _ = state.params
-            params.append(jax.tree.map(np.asarray, state.params))
-    assert distance(*params) == 0
-
-
 class Lazy:
-    """A batch that notes which of its rows were asked for."""
+    """A batch that records which of its rows were read."""
 
     def __init__(self, tree):
-        self.tree, self.asked = tree, []
+        self.tree, self.reads = tree, []
 
     def __len__(self):
         return len(self.tree["label"])
 
     def rows(self, start, stop):
-        self.asked.append((start, stop))
+        self.reads.append((start, stop))
         return {name: values[start:stop] for name, values in self.tree.items()}
 
 
-def test_a_batch_may_fetch_its_rows_when_they_are_asked_for():
-    made = problem("mlp")
-    batches = list(epochs_of(made, 1))
-    params = []
-    for kind in (lambda batch: batch, Lazy):
-        with step_for(made) as step:
-            state, _ = run(step, step.init(made.params), map(kind, batches))
-            params.append(jax.tree.map(np.asarray, state.params))
-    assert distance(*params) == 0
-    lazy = Lazy(batches[0])
+def test_a_batch_may_fetch_its_rows_on_demand(trained):
+    made, expected = trained
+    batches = [Lazy(batch) for batch in epochs_of(made, 2)]
     with step_for(made) as step:
-        step(step.init(made.params), lazy)
-    assert lazy.asked == [(0, 1), (0, BATCH)]  # one for the shapes
+        state, _ = run(step, step.init(made.params), batches)
+        assert distance(state.params, expected) == 0
+    assert batches[0].reads == [(0, 1), (0, BATCH)]  # the first read is for the shapes
+    assert batches[1].reads == [(0, BATCH)]
 
 
-def test_a_nan_stops_a_loop_and_leaves_a_state_to_go_on_with():
+def test_a_nan_stops_a_loop_and_leaves_a_state_to_continue_from():
     made = problem("mlp", samples=96)
     good, bad = list(epochs_of(made, 1))[:2]
     bad["image"][3] = np.nan
@@ -222,7 +212,7 @@ def test_a_nan_stops_a_loop_and_leaves_a_state_to_go_on_with():
         (np.array([None, "a"], object), "arrays of numbers"),
     ],
 )
-def test_a_bad_batch_gets_a_sentence_and_costs_nothing(batch, words):
+def test_a_bad_batch_is_refused_and_leaves_the_state_valid(batch, words):
     made = problem("mlp")
     good = next(epochs_of(made, 1))
     with step_for(made) as step:
@@ -248,12 +238,12 @@ def test_a_bad_batch_gets_a_sentence_and_costs_nothing(batch, words):
         ({"controller": "equal:3"}, "There is no controller 'equal:3'"),
     ],
 )
-def test_what_does_not_go_together_is_refused_at_once(options, words):
+def test_bad_options_are_refused_by_the_constructor(options, words):
     with pytest.raises(ValueError, match=words):
         step_for(problem("mlp"), **options)
 
 
-def test_what_needs_epochs_asks_for_them():
+def test_methods_that_act_once_per_epoch_need_epoch_size():
     made = problem("mlp")
     batch = next(epochs_of(made, 1))
     with step_for(made, controller="dbs") as step, pytest.raises(ValueError, match="give Step epoch_size"):
@@ -266,7 +256,7 @@ def test_what_needs_epochs_asks_for_them():
 
 
 @pytest.mark.parametrize(("shares", "counts"), [("3,1", [18, 6]), ("cpu=1", [12, 12]), ("1,0", [24, 0])])
-def test_fixed_counts_are_those_that_were_asked_for(shares, counts):
+def test_fixed_shares_give_fixed_counts(shares, counts):
     made = problem("mlp")
     with step_for(made, controller=f"fixed:{shares}") as step:
         _, reports = run(step, step.init(made.params), epochs_of(made, 1))
@@ -294,17 +284,14 @@ def test_the_trainer_takes_a_stream_of_batches():
 
 @pytest.mark.parametrize("lengths", [(5, 3), (3, 5), (4, 4), (1, 4), (4, 1), (0, 2), (2, 9), (6, 2, 7)])
 def test_loaders_of_unequal_length_end_together(lengths, monkeypatch, caplog):
-    """All processes at once, in lockstep: what they have left is known two steps later, as with real sums."""
+    """All processes in lockstep: how many batches each has left is known two steps later, as with real sums."""
     monkeypatch.setattr(host_batches, "gather", lambda own: [min(length, 2) for length in lengths])
 
-    class Asked:
-        left = 2
-
-    requests = [Asked() for _ in lengths]
+    requests = [Requests() for _ in lengths]
     table = {}
     loaders = [
-        host_batches.until_shortest(iter(range(length)), asked, table.__getitem__, range(len(lengths)), 0)
-        for length, asked in zip(lengths, requests, strict=True)
+        host_batches.until_shortest(iter(range(length)), request, table.__getitem__, range(len(lengths)), 0)
+        for length, request in zip(lengths, requests, strict=True)
     ]
     made = 0
     while True:
@@ -313,10 +300,12 @@ def test_loaders_of_unequal_length_end_together(lengths, monkeypatch, caplog):
             assert set(got) == {None}
             break
         assert set(got) == {made}
-        table[made] = np.array([asked.left for asked in requests])
+        table[made] = np.array([request.left for request in requests])
         table.pop(made - 2, None)
         made += 1
     assert made == min(lengths)
-    said = [record.getMessage() for record in caplog.records]
-    assert all(f"process {np.argmin(lengths)}" in line for line in said if max(lengths) > min(lengths))
-    assert len([line for line in said if "this one has more" in line]) == sum(n > min(lengths) for n in lengths)
+    messages = [record.getMessage() for record in caplog.records]
+    assert all(f"process {np.argmin(lengths)}" in message for message in messages if max(lengths) > min(lengths))
+    assert len([message for message in messages if "this one has more" in message]) == sum(
+        n > min(lengths) for n in lengths
+    )

@@ -1,4 +1,4 @@
-"""As much of a trainer as checkpoints need."""
+"""The part of a trainer that checkpoints use."""
 
 
 class FakeTrainer:

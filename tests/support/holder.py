@@ -1,4 +1,4 @@
-"""A reduce together with what the devices hold, so that a test can feed it step by step."""
+"""A reduce together with its core, to be driven step by step in a test."""
 
 import numpy as np
 
@@ -13,10 +13,10 @@ class Holder:
     def __getattr__(self, name):
         return getattr(self.reduce, name)
 
-    def step(self, laps, slots, span):
+    def step(self, results, slots, span):
         plan = Plan(np.zeros(len(self.reduce.workers), np.int64))
         step = PlannedStep(self.made, span, plan, np.zeros(0))
-        self.core, self.tail = self.reduce(self.core, [lap.parts for lap in laps], slots, step)
+        self.core, self.tail = self.reduce(self.core, [result.parts for result in results], slots, step)
         self.made += 1
 
     def report(self):

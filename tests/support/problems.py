@@ -1,4 +1,4 @@
-"""Small models with data, and the one-device reference that every split has to agree with."""
+"""Small models with data, and the one-device reference that every split must match."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _text_loss(model, example, rngs):
 
 @functools.cache
 def _flax(name: str, seed: int, dtype: Any) -> Any:
-    """One function object per model, so that JAX compiles the reference for it once."""
+    """One function object per model, so that JAX compiles its reference once."""
     rngs = nnx.Rngs(seed)
     if name == "transformer":
         model = models.Transformer(8, 11, width=16, depth=1, heads=2, dropout=0.2, dtype=dtype, rngs=rngs)
@@ -50,7 +50,7 @@ def _flax(name: str, seed: int, dtype: Any) -> Any:
 
 
 def problem(name: str, samples: int = 64, seed: int = 0, dtype: Any = np.float32) -> Problem:
-    """mlp, cnn and transformer, all with dropout; the transformer weighs its examples by their tokens."""
+    """An mlp, cnn or transformer with dropout; the transformer weighs its examples by their tokens."""
     rng, flax = np.random.default_rng(seed), _flax(name, seed, dtype)
     if name == "transformer":
         tokens = rng.integers(0, 11, (samples, 9)).astype(np.int32)
@@ -63,7 +63,7 @@ def problem(name: str, samples: int = 64, seed: int = 0, dtype: Any = np.float32
 
 
 def keys_for(seed: int, epoch: int, start: int, stop: int) -> jax.Array:
-    """Written out again on purpose: the key of a sample comes from (seed, epoch, position) and nothing else."""
+    """Keys of samples from (seed, epoch, position) alone; an independent implementation on purpose."""
     base = jax.random.fold_in(jax.random.key(seed), epoch)
     return jax.vmap(lambda position: jax.random.fold_in(base, position))(jnp.arange(start, stop))
 
@@ -71,15 +71,15 @@ def keys_for(seed: int, epoch: int, start: int, stop: int) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=0)
 def _weighted_mean(loss_fn, params, batch, keys, chosen_b):
     def mean(params):
-        told = loss_fn(params, batch, keys)
-        weight_b = jnp.ones_like(told.loss_b) if told.weight_b is None else told.weight_b
-        return (chosen_b * told.loss_b).sum() / (chosen_b * weight_b).sum()
+        example = loss_fn(params, batch, keys)
+        weight_b = jnp.ones_like(example.loss_b) if example.weight_b is None else example.weight_b
+        return (chosen_b * example.loss_b).sum() / (chosen_b * weight_b).sum()
 
     return jax.value_and_grad(mean)(params)
 
 
 def part_of_data(problem: Problem, seed: int, start: int, stop: int) -> tuple[float, Any]:
-    """Loss and gradient at the first parameters of the mean over rows start .. stop-1, on one device."""
+    """Mean loss over rows start .. stop-1 at the initial parameters, and its gradient, on one device."""
     rows = len(next(iter(problem.data.values())))
     chosen_b = (np.arange(rows) >= start) & (np.arange(rows) < stop)
     return _weighted_mean(
@@ -90,7 +90,7 @@ def part_of_data(problem: Problem, seed: int, start: int, stop: int) -> tuple[fl
 def reference_run(
     problem: Problem, optimizer: optax.GradientTransformation, batch_size: int, steps: int, seed: int = 0
 ):
-    """Plain training on one device with the whole batch at once, in the sampler's order."""
+    """Plain training on one device, the whole batch at once, in the sampler's order."""
     sampler = Sampler(len(next(iter(problem.data.values()))), batch_size, seed)
     params, opt_state, cursor, losses = problem.params, optimizer.init(problem.params), 0, []
     for _ in range(steps):
@@ -107,7 +107,7 @@ def reference_run(
 
 
 class RandomPlans:
-    """A controller that splits every step anew at random, zeros included."""
+    """A controller that splits every step at random, zeros included."""
 
     name = "random"
 

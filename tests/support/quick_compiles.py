@@ -1,3 +1,3 @@
-"""How tests have XLA compile, in their own process and in those that they start: soon ready rather than fast."""
+"""XLA flags of tests and the processes they start: fast compiles rather than fast programs."""
 
 FLAGS = "--xla_backend_optimization_level=0"

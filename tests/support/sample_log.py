@@ -1,7 +1,7 @@
-"""Which samples a step really computed, told by the step's own sums: not what was planned, nor what was fetched.
+"""Which samples a step really computed, encoded in its metrics, not which were planned or fetched.
 
-Every sample carries its number. Sample s adds 2**(s % 20) to metric s // 20, so the sum over a step is the set of its
-samples, on whatever workers and processes they were; float32 adds these numbers exactly.
+Every sample carries its number. Sample s adds 2**(s % 20) to metric s // 20, so the sum over a step encodes the set of
+its samples on all workers and processes; float32 adds these numbers exactly.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PREFIX = "samples_"
 
 
 class Numbered:
-    """A source of rows as dicts, with the number of each sample among them."""
+    """A source of dicts, with the number of each sample added."""
 
     def __init__(self, source: Any):
         self.source = source
@@ -32,15 +32,15 @@ class Numbered:
 
 
 def numbered(data: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The same for arrays in memory."""
+    """Arrays in memory, with the number of each sample added."""
     rows = len(next(iter(data.values())))
     return {**data, "number": np.arange(rows, dtype=np.int32)}
 
 
-def telling(loss_fn: Any, samples: int) -> Any:
-    """A loss function (without model state) that also tells which samples it saw."""
+def log_samples(loss_fn: Any, samples: int) -> Any:
+    """A loss function (without model state) whose metrics encode the samples it saw."""
 
-    def told(params: Any, batch: dict[str, Any], keys: Any) -> Example:
+    def encoding(params: Any, batch: dict[str, Any], keys: Any) -> Example:
         number_b = batch["number"]
         found = loss_fn(params, {name: value for name, value in batch.items() if name != "number"}, keys)
         found = found if isinstance(found, Example) else Example(found)
@@ -49,11 +49,11 @@ def telling(loss_fn: Any, samples: int) -> Any:
         seen = {f"{_PREFIX}{group}": jnp.where(number_b // _BITS == group, bit_b, 0.0) for group in groups}
         return replace(found, metrics={**found.metrics, **seen})
 
-    return told
+    return encoding
 
 
 def samples_of(metrics: dict[str, float], batch: int) -> list[int]:
-    """The samples of a step from its metrics. Fails if one was in it twice: its bit would show as another one's."""
+    """The samples of a step from its metrics. Fails if one was in it twice, as its bit would carry over."""
     found = []
     for name, mean in metrics.items():
         if name.startswith(_PREFIX):
@@ -65,12 +65,12 @@ def samples_of(metrics: dict[str, float], batch: int) -> list[int]:
 
 
 def check_epochs(steps: list[tuple[dict[str, float], int]], samples: int) -> int:
-    """Every sample exactly once in each whole epoch of consecutive steps (metrics, batch); the number of epochs."""
+    """Check that every whole epoch of the steps (metrics, batch) has every sample once; return the number of epochs."""
     return check_samples([samples_of(metrics, batch) for metrics, batch in steps], samples)
 
 
 def check_samples(steps: list[list[int]], samples: int) -> int:
-    """The same for the samples of each step."""
+    """`check_epochs` for lists of samples."""
     epochs, seen = 0, list[int]()
     for step in steps:
         seen += step

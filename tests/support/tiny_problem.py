@@ -1,4 +1,4 @@
-"""A problem that compiles in no time and tells which samples its steps computed: to be stopped, killed and resumed."""
+"""A tiny problem whose metrics encode the samples of every step, for tests that stop, kill and resume runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from sample_log import numbered, telling
+from sample_log import log_samples, numbered
 
 from hetjax import Chunked, Trainer
 
@@ -14,7 +14,7 @@ SAMPLES, BATCH = 150, 16  # ten steps an epoch, the last one short
 
 
 def loss_fn(params, batch, keys):
-    """A linear model with noise from each sample's own key."""
+    """A linear model with noise from the key of each sample."""
     noise_b = jax.vmap(jax.random.normal)(keys)
     return (batch["x"] @ params["w"] + params["b"] - batch["y"] + 0.1 * noise_b) ** 2
 
@@ -26,7 +26,7 @@ def source():
 
 
 def trainer_for(devices, **options):
-    """A trainer, its data and its first state."""
+    """A trainer, its data and its initial state."""
     options = {
         "batch_size": BATCH,
         "controller": "equal",
@@ -34,5 +34,5 @@ def trainer_for(devices, **options):
         "ema_decay": 0.9,
         **options,
     }
-    trainer = Trainer(telling(loss_fn, SAMPLES), optax.sgd(0.05, momentum=0.9), devices=devices, **options)
+    trainer = Trainer(log_samples(loss_fn, SAMPLES), optax.sgd(0.05, momentum=0.9), devices=devices, **options)
     return trainer, source(), trainer.init({"w": jnp.zeros(5), "b": jnp.zeros(())})

@@ -1,4 +1,4 @@
-"""Training on fixed blocks: every worker reads its own, the update is that of all samples of the step."""
+"""Training on fixed blocks: every worker reads its own block, and the update is that of all samples of the step."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ def trainer_for(blocks, **options):
     return Trainer(square, optax.sgd(0.05), batch_size=20, partition=blocks, **options)
 
 
-def test_the_run_is_sgd_over_the_blocks_own_order():
+def test_the_run_is_sgd_in_the_order_of_the_blocks():
     blocks = blocks_for([4, 2, 1, 1])
     with trainer_for(blocks) as trainer:
         state, history = trainer.fit(trainer.init({"w": jnp.zeros(5)}), DATA, epochs=2)
@@ -47,7 +47,7 @@ def test_the_run_is_sgd_over_the_blocks_own_order():
     assert tested["loss"] == pytest.approx(float(np.mean((DATA["x"] @ w - DATA["y"]) ** 2)), rel=1e-4)
 
 
-def test_a_run_on_blocks_goes_on_where_it_stopped():
+def test_a_run_on_blocks_can_be_resumed():
     blocks = blocks_for([2, 1])
     with trainer_for(blocks) as trainer:
         whole, _ = trainer.fit(trainer.init({"w": jnp.zeros(5)}), DATA, steps=7)
@@ -74,14 +74,14 @@ def test_blocks_that_do_not_fit_are_refused(options, sentence):
         trainer_for(blocks_for([1, 1]), **options)
 
 
-def test_blocks_of_other_data_or_only_named_are_refused():
+def test_blocks_of_other_data_and_missing_blocks_are_refused():
     with trainer_for(blocks_for([1, 1], samples=60)) as trainer, pytest.raises(ValueError, match="60 samples"):
         trainer.fit(trainer.init({"w": jnp.zeros(5)}), DATA, steps=1)
     with pytest.raises(ValueError, match="make_blocks"):
         Trainer(square, optax.sgd(0.1), batch_size=20, partition="submodular")
 
 
-def test_a_worker_with_more_than_its_capacity_is_refused_before_anything_runs():
+def test_a_block_above_a_workers_capacity_is_refused_before_anything_runs():
     one = Blocks(np.r_[np.zeros(70), np.ones(10)], np.zeros(80), [7, 1])
     with trainer_for(one, capacity=[15, 20]) as trainer, pytest.raises(ValueError, match="The partition returned"):
         trainer.fit(trainer.init({"w": jnp.zeros(5)}), DATA, steps=1)

@@ -16,7 +16,7 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 from daso_setups import BATCH, SAMPLES, flat, tanh_net  # noqa: E402
-from sample_log import numbered, telling  # noqa: E402
+from sample_log import log_samples, numbered  # noqa: E402
 
 from hetjax import Chunked, Simulation, Trainer, checkpoint  # noqa: E402
 from hetjax.fleet.agree import Disagreement  # noqa: E402
@@ -32,7 +32,7 @@ def made(sync, controller="equal", rungs=(1, 8), **options):
     loss_fn, data, params, _ = tanh_net()
     data, params = jax.tree.map(lambda x: x.astype(np.float32), (data, params))
     trainer = Trainer(
-        telling(loss_fn, SAMPLES), optax.sgd(0.1, momentum=0.5), batch_size=BATCH, controller=controller, sync=sync,
+        log_samples(loss_fn, SAMPLES), optax.sgd(0.1, momentum=0.5), batch_size=BATCH, controller=controller, sync=sync,
         engine=Chunked(rungs=rungs), **options,
     )  # fmt: skip
     return trainer, numbered(data), trainer.init(params)
