@@ -308,8 +308,9 @@ def _check(chosen: Choice, quantum: int) -> None:
 
 def _is_asynchronous(sync: str | Sync | None) -> bool:
     """Return whether a sync, by name or as an object, has no global steps."""
-    found = syncs.REGISTRY.get(sync) if isinstance(sync, str) else sync
-    return isinstance(found, Sync | type) and not found.stepped
+    if isinstance(sync, str):
+        return sync in syncs.REGISTRY and not syncs.REGISTRY[sync].stepped
+    return isinstance(sync, Sync) and not sync.stepped
 
 
 def _name(given: Any) -> str:

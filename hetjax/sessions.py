@@ -1,4 +1,4 @@
-"""The compiled sessions of a step: one for training and one for evaluation, each made anew for rows of a new shape."""
+"""The compiled sessions of a step, one for training and one for evaluation, remade for rows of a new shape."""
 
 from __future__ import annotations
 

@@ -398,8 +398,8 @@ class Step:
             return self.open(state, sample_of(batch, sample_size(state, self.quantum)))
         if self._pipeline is None or state.pipeline is not self._pipeline:
             raise ValueError(
-                "This state belongs to a run that another state has replaced, or to another Step. Go on with the state "
-                "that the last call returned, or begin anew with step.export(state)."
+                "This state belongs to a run that another state has replaced, or to another Step. Use the state that "
+                "the last call returned, or start again from step.export(state)."
             )
         self._pipeline.check_last(state.step)
         return state

@@ -18,7 +18,7 @@ from hetjax.arguments import MOST_SAMPLES, MOST_SEED, check_batch_size, check_ho
 from hetjax.data.batches import FeedBatch, is_stream
 from hetjax.data.memory import as_source
 from hetjax.data.prefetch import Feed, Rows
-from hetjax.data.source import Source, fetch
+from hetjax.data.source import fetch
 from hetjax.engines import EngineSpec
 from hetjax.fleet.agree import digest, same
 from hetjax.history import History, Hook, Recorder
@@ -206,6 +206,14 @@ class Trainer:
         until = end if steps is None else order.end_of(state.cursor, steps)
         probed = state.model_state is not None
         sample = fetch(source, probe_indices(len(source), self.step.quantum) if probed else np.zeros(1, np.int64))
+
+        def by_steps(state: State) -> tuple[State, History]:
+            state, history = loops.over_source(
+                self.step, state, source, sample, sampler, end=end, until=until, steps=steps, hooks=hooks
+            )
+            self._order = sampler.state_dict(state.cursor) if self.partition != "global" else None
+            return state, history
+
         job = FitJob(
             self.workers,
             sampler,
@@ -213,7 +221,7 @@ class Trainer:
             end,
             self.simulation,
             self.step.wait_limit,
-            by_steps=lambda state: self._by_steps(state, source, sample, sampler, end, until, steps, hooks),
+            by_steps=by_steps,
             open_session=lambda state: self.step.sessions.for_training(
                 state, sample, self.sync, self.controller, self._capacity
             ),
@@ -230,23 +238,6 @@ class Trainer:
             return self.sync.fit(job, state)
         finally:
             self.step.requests.stop = False
-
-    def _by_steps(
-        self,
-        state: State,
-        source: Source,
-        sample: Tree,
-        sampler: Any,
-        end: int,
-        until: int,
-        steps: int | None,
-        hooks: Sequence[Hook],
-    ) -> tuple[State, History]:
-        state, history = loops.over_source(
-            self.step, state, source, sample, sampler, end=end, until=until, steps=steps, hooks=hooks
-        )
-        self._order = sampler.state_dict(state.cursor) if self.partition != "global" else None
-        return state, history
 
     def _fit_stream(
         self, state: State, stream: Iterable[Any], length: Mapping[str, int], hooks: Sequence[Hook]
@@ -339,8 +330,8 @@ class Trainer:
         for name, mine in (("batch_size", self.batch_size), ("seed", self.seed)):
             if saved[name] != mine:
                 raise ValueError(
-                    f"The run was begun with {name}={saved[name]} and cannot go on with {mine}: its steps would be "
-                    "other ones. Resume with the same, or start a new run."
+                    f"The run was started with {name}={saved[name]} and cannot go on with {mine}: its steps would "
+                    "differ. Resume with the same value, or start a new run."
                 )
         others = self.sync.by_node and jax.process_index() > 0  # the saved one belongs to the first node's workers
         if saved["controller"].get("controller") == self.controller.name and not others:

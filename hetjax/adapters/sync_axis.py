@@ -45,7 +45,7 @@ class SyncAxis:
         axis = _CURRENT.get()
         if axis is None:
             raise ValueError(
-                "A layer asked for exactly synchronized statistics over all workers, which puts a collective into the "
+                "A layer needs exactly synchronized statistics of all workers, which puts a collective into the "
                 "local phase. Only the masked engine can do that: use engine='masked' with controller 'equal' or "
                 "'static', or let BatchNorm take its statistics over fixed groups (sync='groups')."
             )

@@ -28,7 +28,7 @@ def test_changes_apply_from_their_step_on(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "sentence"),
+    ("content", "words"),
     [
         ("{", "is not JSON"),
         ([1, 2], "is not a trace"),
@@ -47,8 +47,8 @@ def test_changes_apply_from_their_step_on(tmp_path):
         ({"speeds": [1], "changes": [{"step": 5, "speeds": [1, 1]}]}, "a different number of speeds"),
     ],
 )
-def test_a_broken_trace_is_refused(content, sentence, tmp_path):
-    with pytest.raises(ValueError, match=f"trace.json.*{sentence}"):
+def test_a_broken_trace_is_refused(content, words, tmp_path):
+    with pytest.raises(ValueError, match=f"trace.json.*{words}"):
         read_trace(written(tmp_path, content))
 
 

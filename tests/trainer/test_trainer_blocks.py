@@ -61,7 +61,7 @@ def test_a_run_on_blocks_can_be_resumed():
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "words"),
     [
         ({"workers": 3}, "blocks for 2 workers, but there are 3"),
         ({"controller": "balanced"}, "Use the controller static"),
@@ -69,8 +69,8 @@ def test_a_run_on_blocks_can_be_resumed():
         ({"sync": "hogbatch"}, "a free worker takes"),
     ],
 )
-def test_blocks_that_do_not_fit_are_refused(options, sentence):
-    with pytest.raises(ValueError, match=sentence):
+def test_blocks_that_do_not_fit_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
         trainer_for(blocks_for([1, 1]), **options)
 
 
