@@ -126,15 +126,15 @@ def check_any_allocation(made: Bench, workers: int) -> None:
             assert distance(gradient, grads) <= 1e-5, (transport, counts)
 
     check()
-    rng, params = np.random.default_rng(workers), made.problem.params
-    moved = jax.tree.map(jnp.zeros_like, params)
+    rng, params = np.random.default_rng(workers), jax.tree.map(np.asarray, made.problem.params)
+    moved = jax.tree.map(np.zeros_like, params)
     for start in (0, 13, 5, 30, 40):
         counts = rng.multinomial(BATCH, rng.dirichlet(np.full(workers, 0.5)))
         batch = jax.tree.map(lambda x, start=start: x[start : start + BATCH], made.problem.data)
         for transport in TRANSPORTS:
             made.gradient(counts, f"{transport} momentum", batch, start)
         _, grads = part_of_data(replace(made.problem, params=params), 7, start, start + BATCH)
-        moved = jax.tree.map(lambda m, g: 0.9 * m + g, moved, grads)
+        moved = jax.tree.map(lambda m, g: 0.9 * m + np.asarray(g), moved, grads)
         params = jax.tree.map(lambda p, m: p - 0.1 * m, params, moved)
     first = made.problem.params
     for transport in TRANSPORTS:

@@ -62,6 +62,7 @@ def problem(name: str, samples: int = 64, seed: int = 0, dtype: Any = np.float32
     return Problem(flax.loss_fn, jax.tree.map(lambda p: p.astype(dtype), flax.params), data)
 
 
+@functools.cache
 def keys_for(seed: int, epoch: int, start: int, stop: int) -> jax.Array:
     """Keys of samples from (seed, epoch, position) alone; an independent implementation on purpose."""
     base = jax.random.fold_in(jax.random.key(seed), epoch)
