@@ -2,6 +2,7 @@
 
 import logging
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -275,8 +276,7 @@ def test_spectral_norm_with_momentum_zero_trains_as_in_flax():
         grads, stats = jax.grad(mean_loss, has_aux=True)(params, stats)
         updates, opt_state = optimizer.update(grads, opt_state)
         params = optax.apply_updates(params, updates)
-    for ours, theirs in zip(*map(jax.tree.leaves, ((state.params, state.model_state), (params, stats))), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+    chex.assert_trees_all_close((state.params, state.model_state), (params, stats), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(("group", "idle"), [(8, 3), (4, 2), (2, 0), (1, 0)])

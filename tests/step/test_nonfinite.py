@@ -2,6 +2,7 @@
 
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -104,8 +105,7 @@ def test_a_bad_update_of_good_gradients_is_named_and_can_be_skipped(sync, caplog
     state, history = fit(data(poison=1e9), on_nonfinite="skip", **SYNCS[sync])
     assert sum(record.bad_update for record in history.records) == 1
     assert re.search(rf"Step {step}: {what}", caplog.text)
-    for leaf in jax.tree.leaves(state.core):
-        assert np.isfinite(leaf).all()
+    chex.assert_tree_all_finite(state.core)
     assert 0.05 < np.abs(state.params["w"] - 1).max() < 0.95
 
 
@@ -117,7 +117,7 @@ def test_a_skipped_step_changes_nothing(transport):
     one, _ = fit(data(), optimizer, steps=1, **options)
     two, history = fit(data(poison=1e9), optimizer, steps=2, **options)
     assert history.records[1].left_out
-    jax.tree.map(np.testing.assert_array_equal, two.core, one.core)
+    chex.assert_trees_all_equal(two.core, one.core)
 
 
 def test_a_state_that_overflows_is_a_bad_update():

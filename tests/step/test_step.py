@@ -1,5 +1,6 @@
 """A step in a user's own loop: the same training as the trainer's, for any batches, and errors for mistakes."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -65,7 +66,7 @@ def test_a_loop_and_the_trainer_are_the_same_run_to_the_bit(controller):
     assert [report.loss for report in reports[1:]] == history.losses
     assert [report.step for report in reports[1:]] == [record.step for record in history.records]
     assert (mine.step, mine.cursor) == (theirs.step, theirs.cursor)
-    jax.tree.map(np.testing.assert_array_equal, mine.core, theirs.core)
+    chex.assert_trees_all_equal(mine.core, theirs.core)
     assert whole["loss"] == pytest.approx(tested["loss"], rel=1e-5)
 
 
