@@ -48,7 +48,7 @@ PRESETS: dict[str, Strategy] = {
     "edp": Strategy("edp", "proportional", idea="dp with gradients weighted by share (arXiv 2110.08941)"),
     "dbs": Strategy("dbs", "proportional", idea="shares by throughput, once per epoch (DBS, arXiv 2007.11831)"),
     "proportional": Strategy(
-        "proportional", idea="proportional control of equal step times, once per epoch (ACSOS 2020)"
+        "proportional", idea="proportional controller toward equal step times, once per epoch (ACSOS 2020)"
     ),
     "lbbsp": Strategy("lbbsp", idea="moves a few samples from the slowest to the fastest worker (LB-BSP, SoCC 2020)"),
     "lbb": Strategy("lbb", idea="keeps, nudges or re-solves the plan, depending on the imbalance"),

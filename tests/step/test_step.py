@@ -40,11 +40,11 @@ def epochs_of(made, epochs, batch=BATCH):
 
 
 def run(step, state, loader):
-    reports = []
+    records = []
     for batch in loader:
-        state, report = step(state, batch)
-        reports.append(report)
-    return state, [*reports, step.flush()]
+        state, record = step(state, batch)
+        records.append(record)
+    return state, [*records, step.flush()]
 
 
 @pytest.mark.parametrize("controller", ["equal", "random"])
@@ -53,7 +53,7 @@ def test_a_loop_and_the_trainer_are_the_same_run_to_the_bit(controller):
     make = lambda: RandomPlans(4) if controller == "random" else controller
     options = {"ema_decay": 0.9, "optimizer": optax.adam(1e-2)}
     with step_for(made, controller=make(), epoch_size=100, **options) as step:
-        state, reports = run(step, step.init(made.params), epochs_of(made, 2))
+        state, records = run(step, step.init(made.params), epochs_of(made, 2))
         in_order = [{name: x[i : i + BATCH] for name, x in made.data.items()} for i in range(0, 100, BATCH)]
         mine, whole = step.export(state), step.evaluate(state, in_order)
     with Trainer(
@@ -62,9 +62,9 @@ def test_a_loop_and_the_trainer_are_the_same_run_to_the_bit(controller):
     ) as trainer:  # fmt: skip
         theirs, history = trainer.fit(trainer.init(made.params), made.data, epochs=2)
         tested = trainer.evaluate(theirs, made.data)
-    assert reports[0] is None
-    assert [report.loss for report in reports[1:]] == history.losses
-    assert [report.step for report in reports[1:]] == [record.step for record in history.records]
+    assert records[0] is None
+    assert [record.loss for record in records[1:]] == history.losses
+    assert [record.step for record in records[1:]] == [record.step for record in history.records]
     assert (mine.step, mine.cursor) == (theirs.step, theirs.cursor)
     chex.assert_trees_all_equal(mine.core, theirs.core)
     assert whole["loss"] == pytest.approx(tested["loss"], rel=1e-5)
@@ -76,13 +76,13 @@ def test_counts_follow_the_speeds_and_the_training_stays_that_of_one_device(monk
     for devices, controller in [(1, "equal"), (2, "balanced")]:
         speeds = modeled_times(monkeypatch, [1, 0.25]) if devices == 2 else None
         with step_for(made, controller=controller, devices=jax.devices()[:devices], speeds=speeds) as step:
-            _, reports = run(step, step.init(made.params), epochs_of(made, 4))
-        losses.append([report.loss for report in reports[1:]])
+            _, records = run(step, step.init(made.params), epochs_of(made, 4))
+        losses.append([record.loss for record in records[1:]])
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
-    full = [report.counts_W for report in reports[3:] if report.counts_W.sum() == BATCH]
+    full = [record.counts_W for record in records[3:] if record.counts_W.sum() == BATCH]
     assert np.median([counts[0] for counts in full]) > 2 * np.median([counts[1] for counts in full])
-    assert sum(report.changed for report in reports[1:]) >= 1
-    assert any(report.reason for report in reports[1:])
+    assert sum(record.changed for record in records[1:]) >= 1
+    assert any(record.reason for record in records[1:])
 
 
 @pytest.mark.parametrize("kind", ["tuple", "nested", "jax", "array"])
@@ -118,9 +118,9 @@ def test_a_state_can_be_read_at_any_time_and_used_once():
         start = step.init(made.params)
         first, _ = step(start, batch)
         seen = jax.tree.map(np.array, first.params)  # while the step may still run
-        second, report = step(first, batch)
+        second, record = step(first, batch)
         assert isinstance(second, LiveState)
-        assert report.step == 1
+        assert record.step == 1
         assert distance(first.params, seen) == 0  # its buffers are still there while the second step runs
         third, _ = step(second, batch)
         with pytest.raises(ValueError, match="state after step 1 is gone: it was given to a step"):
@@ -196,8 +196,8 @@ def test_a_nan_stops_a_loop_and_leaves_a_state_to_continue_from():
         state, _ = step(state, good)
         assert distance(state.params, before) > 0
     with step_for(made, on_nonfinite="skip") as step:
-        state, reports = run(step, step.init(made.params), [good, bad, good])
-        assert [report.nonfinite for report in reports[1:]] == [(), (0,), ()]
+        state, records = run(step, step.init(made.params), [good, bad, good])
+        assert [record.nonfinite for record in records[1:]] == [(), (0,), ()]
 
 
 @pytest.mark.parametrize(
@@ -220,8 +220,8 @@ def test_a_bad_batch_is_refused_and_leaves_the_state_valid(batch, words):
         state, _ = step(step.init(made.params), good)
         with pytest.raises(ValueError, match=words):
             step(state, batch)
-        state, report = step(state, good)
-        assert report.step == 1
+        state, record = step(state, good)
+        assert record.step == 1
 
 
 @pytest.mark.parametrize(
@@ -252,27 +252,27 @@ def test_methods_that_act_once_per_epoch_need_epoch_size():
     with step_for(made, controller="equal", sync="daso") as step, pytest.raises(ValueError, match="epoch_size"):
         step(step.init(made.params), batch)
     with step_for(made, sync="daso", epoch_size=len(made.data["label"]), epochs=2) as step:
-        _, reports = run(step, step.init(made.params), epochs_of(made, 2))
-        assert reports[-1].loss < reports[1].loss
+        _, records = run(step, step.init(made.params), epochs_of(made, 2))
+        assert records[-1].loss < records[1].loss
 
 
 @pytest.mark.parametrize(("shares", "counts"), [("3,1", [18, 6]), ("cpu=1", [12, 12]), ("1,0", [24, 0])])
 def test_fixed_shares_give_fixed_counts(shares, counts):
     made = problem("mlp")
     with step_for(made, controller=f"fixed:{shares}") as step:
-        _, reports = run(step, step.init(made.params), epochs_of(made, 1))
-    assert reports[1].counts_W.tolist() == counts
+        _, records = run(step, step.init(made.params), epochs_of(made, 1))
+    assert records[1].counts_W.tolist() == counts
 
 
 def test_the_trainer_takes_a_stream_of_batches():
     made = problem("mlp", samples=100)
     with step_for(made) as step:
-        state, reports = run(step, step.init(made.params), epochs_of(made, 2))
+        state, records = run(step, step.init(made.params), epochs_of(made, 2))
         mine = jax.tree.map(np.asarray, state.params)
     with Trainer(made.loss_fn, optax.sgd(0.1), batch_size=BATCH, controller="equal", devices=jax.devices()[:2],
                  engine=Chunked(rungs=[4, 24])) as trainer:  # fmt: skip
         theirs, history = trainer.fit(trainer.init(made.params), epochs_of(made, 2))
-        assert history.losses == [report.loss for report in reports[1:]]
+        assert history.losses == [record.loss for record in records[1:]]
         assert distance(theirs.params, mine) == 0
         _, short = trainer.fit(trainer.init(made.params), epochs_of(made, 2), steps=3)
         assert short.losses == history.losses[:3]
