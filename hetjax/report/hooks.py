@@ -1,10 +1,9 @@
-"""Between a training loop and those who watch it: hooks that turn finished steps into rows for trackers."""
+"""Hooks for `Trainer.fit` that pass finished steps to trackers and to the progress display."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import jax
 from rich.console import Console
 
 from hetjax.report.display import Display
@@ -12,19 +11,24 @@ from hetjax.report.trackers import Tracker
 
 
 class Follow:
-    """A hook for `fit` that tells a tracker every finished step.
+    """A hook for `fit` that logs every finished step to a tracker, in process 0 only.
 
-    `seconds` is the time that earlier parts of a resumed run took, `plan_changes` how often the plan changed in them:
-    rows count on from there, like the samples, so that they are right where steps in between are not kept. With
-    several processes only the first one tells.
+    Rows carry running totals, which stay correct when rows in between are thinned out. A resumed run continues the
+    totals of its earlier parts.
+
+    Args:
+        tracker: where the rows go.
+        seconds: training time of the earlier parts.
+        plan_changes: number of plan changes in the earlier parts.
     """
 
     def __init__(self, tracker: Tracker, *, seconds: float = 0.0, plan_changes: int = 0):
         self.tracker, self.seconds, self.plan_changes = tracker, seconds, plan_changes
 
     def __call__(self, record: Any, state: Any) -> None:
+        """Log the record of a finished step."""
         self.plan_changes += record.changed
-        if jax.process_index() != 0:
+        if not _is_first_process():
             return
         row = record.row()
         row["seconds"] += self.seconds
@@ -34,9 +38,14 @@ class Follow:
 
 
 class Progress(Follow):
-    """A hook for `fit` that shows the run while it goes on: `trainer.fit(..., hooks=[Progress()])`.
+    """A hook for `fit` that displays progress: `trainer.fit(..., hooks=[Progress()])`.
 
-    One live picture on a terminal, plain lines elsewhere; at the end one line remains.
+    A live display in a terminal, plain lines elsewhere; at the end one summary line remains.
+
+    Args:
+        title: name of the run.
+        console: where to print (default: standard output).
+        every: seconds between two lines outside a terminal.
     """
 
     def __init__(self, title: str = "", *, console: Console | None = None, every: float = 5.0):
@@ -44,9 +53,17 @@ class Progress(Follow):
         super().__init__(self.display)
 
     def begin(self, history: Any) -> None:
+        """Take the number of steps and the ideal throughput from the history."""
         self.display.steps, self.display.ideal = history.last_step, history.ideal_samples_per_s
 
     def end(self, history: Any) -> None:
-        if history.records and jax.process_index() == 0:
+        """Print the summary line and stop the display."""
+        if history.records and _is_first_process():
             self.display.summary(history.summary())
         self.display.close()
+
+
+def _is_first_process() -> bool:
+    import jax  # here, because reports are made without JAX
+
+    return jax.process_index() == 0
