@@ -26,7 +26,12 @@ class Follow:
         self.tracker, self.seconds, self.plan_changes = tracker, seconds, plan_changes
 
     def __call__(self, record: Any, state: Any) -> None:
-        """Log the record of a finished step."""
+        """Log a finished step.
+
+        Args:
+            record: the `Record` of the step.
+            state: the `State` after it.
+        """
         self.plan_changes += record.changed
         if not _is_first_process():
             return
@@ -53,11 +58,19 @@ class Progress(Follow):
         super().__init__(self.display)
 
     def begin(self, history: Any) -> None:
-        """Take the number of steps and the ideal throughput from the history."""
+        """Set the number of steps and the ideal throughput.
+
+        Args:
+            history: the `History` of the run that starts.
+        """
         self.display.steps, self.display.ideal = history.last_step, history.ideal_samples_per_s
 
     def end(self, history: Any) -> None:
-        """Print the summary line and stop the display."""
+        """Print the summary line and stop the display.
+
+        Args:
+            history: the `History` of the finished run.
+        """
         if history.records and _is_first_process():
             self.display.summary(history.summary())
         self.display.close()
