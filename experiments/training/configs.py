@@ -21,9 +21,9 @@ from hetjax.sync import current_name
 CONFIGS = Path(__file__).parents[1] / "configs"
 DESCRIPTION = """Train one model data-parallel on devices of unequal speed.
 
-Without flags: train a CNN on digits on 4 simulated devices of relative speeds
+Without flags: a CNN on digits, on 4 simulated devices of relative speeds 1, 1,
 
-1, 1, 0.5 and 0.25, once with equal and once with balanced counts, and compare."""
+0.5 and 0.25, first with equal and then with balanced counts, and a comparison."""
 
 
 def _shown(metavar: str) -> Any:
@@ -129,8 +129,8 @@ class Method:
     every: Annotated[str | None, _shown("STEPS|epoch")] = None
     """how often a published controller updates the counts (default: as in its paper)"""
     faithful: bool = False
-    """use the method as published, biases included: gradient weights (dp, edp, dbs, decentralized), averages of nodes
-    (daso, but without its local skip and bfloat16 parameters), learning rates (hogbatch family)"""
+    """use the method as published, with its biases. dp, edp, dbs, decentralized: gradient weights;
+    daso: node averages, but neither local skips nor bfloat16 parameters; hogbatch family: learning rates"""
     mix_every: Whole = None
     """decentralized: steps between two mixings of the parameters (default: 1; rcd-sgd: 2)"""
     topology: Annotated[str | None, _shown("ring|complete|FILE")] = None
@@ -152,7 +152,7 @@ class Hierarchy:
     max_skip: Whole = None
     """maximum steps between two exchanges between nodes (default: 8)"""
     blend: Annotated[str | None, _shown("delta|paper")] = None
-    """how to merge a delayed average: keep all local progress, or as in the paper (default: delta)"""
+    """merge of a delayed average: keep all local progress, or as in the paper (default: delta; --faithful: paper)"""
     between: Annotated[str | None, _shown("balanced|equal|steps")] = None
     """several processes: samples by speed, equal samples, or steps by speed (default: balanced)"""
 
@@ -170,7 +170,7 @@ class Asynchronous:
     scale_rate: Annotated[Literal["on", "off"] | None, _shown("{on,off}")] = None
     """scale gradients by their batch size (default: on; off for hogbatch with --faithful)"""
     rate_cap: Number = None
-    """maximum factor for the gradient of a large batch (default: 4)"""
+    """maximum factor for the gradient of a large batch (default: 4; no limit with --faithful)"""
     dead_zone: Whole = None
     """adaptive-hogbatch: lead or lag in updates before a batch size changes (default: 4)"""
     mega_batch: Whole = None
@@ -220,7 +220,7 @@ class Output:
     save_every: Number = 30.0
     """seconds between checkpoints (default: 30); Ctrl-C, SIGTERM and the end save one too"""
     save_steps: Whole = None
-    """also save a checkpoint every this many steps"""
+    """steps between additional checkpoints (default: none)"""
     keep: int = 2
     """number of checkpoints to keep; the last intact one is resumed"""
     tensorboard: bool = False

@@ -9,8 +9,6 @@ import pytest
 import train
 from training import configs
 
-from hetjax.report import ReportFiles
-
 pytestmark = pytest.mark.slow
 
 
@@ -22,9 +20,7 @@ def test_a_config_states_what_to_expect(name):
 
 
 @pytest.mark.parametrize("name", configs.names())
-def test_a_config_takes_one_step(name, tmp_path, monkeypatch):
-    drawn = ReportFiles((tmp_path / "run.png",), tmp_path / "report.html")
-    monkeypatch.setattr(train.report, "report", lambda *_, **__: drawn)  # figures have their own tests
+def test_a_config_takes_one_step(name, tmp_path, no_figures):
     flags = ["--config", name, "--steps", "1", "--width", "4", "--batch-size", "32", "--out", str(tmp_path / "run")]
     if name == "fashion_mnist":
         flags += ["--dataset", f"idx:{tiny_idx(tmp_path)}"]

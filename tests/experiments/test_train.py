@@ -81,7 +81,7 @@ def losses(folder):
 
 
 @pytest.fixture
-def whole(tmp_path):
+def whole(tmp_path, no_figures):
     """The losses of an uninterrupted run over two epochs."""
     assert (
         train.main(
@@ -102,10 +102,10 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(tmp_path, whole, 
         if record.step == 2 and isinstance(self.tracker, report.Composite):
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(report.Follow, "__call__", kill_in_step_2)
     flags = [*TINY, "--batch-size", "500", "--epochs", "2", "--strategy", "equal", "--out", str(folder)]
-    assert train.main(flags) == 130
-    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        patched.setattr(report.Follow, "__call__", kill_in_step_2)
+        assert train.main(flags) == 130
     done = len(losses(folder))
     assert 2 <= done < len(whole) == 6
     assert f"--resume --out {folder}" in " ".join(capsys.readouterr().out.split())
@@ -278,7 +278,7 @@ def test_the_last_of_several_processes_simulates_no_speeds(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_restarted_before_its_first_step_does_not_resume_the_run_it_replaces(tmp_path, monkeypatch):
+def test_a_run_restarted_before_its_first_step_does_not_resume_the_run_it_replaces(tmp_path, monkeypatch, no_figures):
     """The launcher adds --resume and its start time; an older configuration belongs to another run."""
     assert train.main([*TINY, "--steps", "1", "--strategy", "equal", "--out", str(tmp_path)]) == 0
     written = (tmp_path / "config.json").stat().st_mtime
@@ -334,7 +334,7 @@ def disk_full(*_, **__):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_must_be_the_same_training(tmp_path, capsys):
+def test_a_resumed_run_must_be_the_same_training(tmp_path, capsys, no_figures):
     assert train.main([*TINY, "--steps", "1", "--strategy", "equal", "--out", str(tmp_path)]) == 0
     assert train.main(["--resume", "--out", str(tmp_path), "--learning-rate", "0.5"]) == 2
     assert "was started with learning_rate=None and cannot continue with 0.5" in " ".join(

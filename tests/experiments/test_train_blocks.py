@@ -39,7 +39,7 @@ def blocks_for(folder, *flags, screen=None):
     return blocks
 
 
-def test_a_run_of_rcd_sgd_as_published(tmp_path):
+def test_a_run_of_rcd_sgd_as_published(tmp_path, no_figures):
     flags = ["--strategy", "rcd-sgd", "--faithful", "--steps", "8", "--speeds", "1,0.5", "--row-time", "0.05"]
     assert train.main([*TINY, *flags, "--out", str(tmp_path)]) == 0
     blocks = Blocks.load(tmp_path / "blocks.npz")
@@ -124,7 +124,7 @@ def test_flags_without_effect_are_rejected(flags, sentence, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-def test_two_processes_train_on_the_blocks_of_the_first_as_one_process_does(tmp_path, monkeypatch):
+def test_two_processes_train_on_the_blocks_of_the_first_as_one_process_does(tmp_path, monkeypatch, no_figures):
     (tmp_path / "of_first.py").write_text(
         "import jax\ndef pixels(batch):\n    assert jax.process_index() == 0\n    return batch['image']\n"
     )

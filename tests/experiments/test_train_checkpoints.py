@@ -22,7 +22,7 @@ from hetjax.report import read_run
 from hetjax.sampling.order import Sampler
 from hetjax.thinning import Thinning
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_figures")]
 
 SAMPLES, BATCH = 143, 30  # five steps an epoch
 
@@ -238,6 +238,7 @@ def test_a_run_unpickles_nothing_and_writes_only_to_its_folder(tmp_path, tiny, e
     monkeypatch.chdir(tmp_path / "elsewhere")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr(report, "report", report.page.report)  # draw the figures too
     monkeypatch.delenv(PROGRAMS, raising=False)  # the program store, which is pickled, is optional
     flags = [*tiny(), "--devices", "1", "--strategy", "equal", "--engine", "masked", "--save-steps", "2"]
     events.clear()
