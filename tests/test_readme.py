@@ -112,8 +112,8 @@ def test_the_commands_for_clusters():
     lines = [shlex.split(c) for c in COMMANDS if c.startswith(("srun", "mpirun", "ssh"))]
     assert [line[0] for line in lines] == ["srun", "mpirun", "ssh", "ssh"]
     for line in lines:
-        place = next(i for i, word in enumerate(line) if word.endswith("train.py"))
-        config = train.read_config(line[place + 1 :])
+        start = next(i for i, word in enumerate(line) if word.endswith("train.py"))
+        config = train.read_config(line[start + 1 :])
         if line[0] == "ssh":
             assert config.processes.coordinator == "host0:29500"
             assert (config.processes.processes, line[1]) == (2, f"host{config.processes.process}")

@@ -26,11 +26,11 @@ def two_runs(tmp_path_factory):
 
 
 def test_a_figure_per_run_and_one_page(two_runs):
-    folder, made = two_runs
-    assert made.page == folder / "report.html"
-    names = {path.relative_to(folder).as_posix() for path in made.figures}
+    folder, written = two_runs
+    assert written.page == folder / "report.html"
+    names = {path.relative_to(folder).as_posix() for path in written.figures}
     assert names == {"equal/run.png", "equal/run.svg", "balanced/run.png", "balanced/run.svg"}
-    for path in made.figures:
+    for path in written.figures:
         assert path.read_bytes()[:4] == (b"\x89PNG" if path.suffix == ".png" else b"<?xm")
 
 
@@ -44,8 +44,8 @@ def test_the_page_is_self_contained(two_runs):
 
 
 def test_the_page_shows_summaries_and_differences_in_configuration(two_runs):
-    folder, made = two_runs
-    text = made.page.read_text()
+    folder, written = two_runs
+    text = written.page.read_text()
     for name in ("equal", "balanced"):
         summary = json.loads((folder / name / "summary.json").read_text())
         assert f">{summary['samples_per_s']:,.0f}<" in text
@@ -198,9 +198,9 @@ def fewer_workers_later(folder):
 def test_a_damaged_run_is_drawn_as_far_as_possible(tmp_path, damage, warning):
     folder = write_fake_run(tmp_path / "run", steps=30)
     damage(folder)
-    made = report(folder)
-    text = made.page.read_text()
-    assert made.figures[0].stat().st_size > 5000
+    written = report(folder)
+    text = written.page.read_text()
+    assert written.figures[0].stat().st_size > 5000
     warnings = re.findall(r'class="warning">([^<]*)', text)
     assert len(warnings) == (warning is not None)
     if warning is not None:
@@ -225,8 +225,8 @@ def test_a_folder_without_a_run_is_an_error(tmp_path):
 def test_runs_of_the_same_name_are_distinguished_by_folder(tmp_path):
     for parent in ("a", "b"):
         write_fake_run(tmp_path / parent / "balanced", steps=5)
-    made = report(tmp_path / "a", tmp_path / "b" / "balanced", page=tmp_path / "page.html")
-    text = made.page.read_text()
-    assert made.page == tmp_path / "page.html"
+    written = report(tmp_path / "a", tmp_path / "b" / "balanced", page=tmp_path / "page.html")
+    text = written.page.read_text()
+    assert written.page == tmp_path / "page.html"
     assert "a/balanced" in text
     assert "b/balanced" in text

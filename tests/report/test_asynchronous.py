@@ -37,8 +37,8 @@ def test_the_panels_show_the_numbers(tmp_path):
 
 @pytest.mark.parametrize("workers", [1, 2, 12])
 def test_the_page_and_figure_of_an_asynchronous_run(tmp_path, workers):
-    made = report(write_fake_async_run(tmp_path, workers=workers))
-    text = made.page.read_text()
+    written = report(write_fake_async_run(tmp_path, workers=workers))
+    text = written.page.read_text()
     assert "utilization per worker" in text
     assert ">97%" in text
     titles = {axes.get_title() for part in run_figure(read_run(tmp_path)).subfigs for axes in part.axes}
