@@ -218,24 +218,24 @@ def test_every_named_configuration_survives_writing_and_reading(tmp_path):
         }  # fmt: skip
 
 
-@pytest.mark.parametrize("error", [MemoryError("1 TiB"), JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory.\nMore.")])
-def test_out_of_memory_is_a_one_line_error(error, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("error", "code", "advice"),
+    [
+        (MemoryError("1 TiB"), 2, ""),
+        (JaxRuntimeError("RESOURCE_EXHAUSTED: No memory.\nMore."), 2, " Lower --width, --batch-size or --devices."),
+        (TimeoutError("Node 1 did not join."), 1, ""),
+        (Disagreement("They no longer agree."), 1, ""),
+    ],
+)
+def test_a_failed_run_prints_one_line_and_exits_with_1_if_a_restart_may_help(
+    error, code, advice, tmp_path, monkeypatch, capsys
+):
     def fail(*_):
         raise error
 
     monkeypatch.setattr(train, "run", fail)
-    assert train.main(["--out", str(tmp_path)]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-@pytest.mark.parametrize("error", [TimeoutError("Node 1 did not come."), Disagreement("They no longer agree.")])
-def test_failures_that_a_restart_may_fix_exit_with_1(error, tmp_path, monkeypatch, capsys):
-    def fail(*_):
-        raise error
-
-    monkeypatch.setattr(train, "run", fail)
-    assert train.main(["--out", str(tmp_path)]) == 1
-    assert capsys.readouterr().err == f"error: {error}\n"
+    assert train.main(["--out", str(tmp_path)]) == code
+    assert capsys.readouterr().err == f"error: {str(error).splitlines()[0]}{advice}\n"
 
 
 def test_an_unreachable_coordinator_is_an_error_after_the_start_limit(tmp_path, monkeypatch, capsys):
