@@ -1,13 +1,13 @@
-"""Train a model on devices of unequal speed and see what balancing does.
+"""Train a model on devices of unequal speed, and see what balancing gains.
 
-    python experiments/train.py                                  # equal against balanced, under a minute
-    python experiments/train.py --strategy dbs --epochs 5        # one run, any method
+    python experiments/train.py                                  # compare equal and balanced, under a minute
+    python experiments/train.py --strategy dbs --epochs 5        # one run of any strategy
     python -m hetjax launch --processes 4 -- experiments/train.py --strategy balanced      # several processes
     python experiments/train.py --help
 
-From top to bottom: configuration, processes, devices, then for each run data, model, trainer, run folder; a table at
-the end. The flags are in config.py, what they mean in setup.py, the output in output.py, what
-becomes of an earlier run in the same folder, and that no other run uses it, in training/takeover.py.
+Reads top to bottom: configuration, processes, devices; for each run its data, model, trainer and run folder; the table
+of results. In training/: configs.py defines the flags, setup.py builds objects from them, partitions.py cuts blocks,
+output.py writes and prints, takeover.py locks the run folder and replaces an earlier run in it.
 """
 
 from __future__ import annotations
@@ -41,32 +41,34 @@ from hetjax.state import State
 from hetjax.trainer import Trainer
 
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
-OF_A_PROCESS = ("devices", "capacity", "out", "tensorboard", "wandb")  # what processes of one run may differ in
+PER_PROCESS_FLAGS = ("devices", "capacity", "out", "tensorboard", "wandb")  # flags that may differ between processes
 
 
 class Stopped(Exception):
-    """The user asked for the end; everything is saved."""
+    """The user stopped the run; everything is saved."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The whole program; returns its exit code: 0, 2 for a mistake of the user, 1 for what another start may mend, 130
-    when stopped from outside."""
+    """Run the program and return its exit code.
+
+    0 success, 2 user error, 1 failure that a restart may fix, 130 stopped by the user.
+    """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     console, debug = Console(), "--debug" in arguments
     output.quiet_logs(console, debug)
     try:
         config = read_config(arguments)
         setup.check_flags(config)
-        asked = config.processes
-        place = initialize(asked.coordinator, asked.processes, asked.process, start_limit=asked.start_limit)
-        console.quiet = not place.first
-        run(config, place.processes, heartbeat.from_environment(), console)
+        group = config.processes
+        rank = initialize(group.coordinator, group.processes, group.process, start_limit=group.start_limit)
+        console.quiet = not rank.first
+        run(config, rank.processes, heartbeat.from_environment(), console)
     except Stopped as stopped:
         console.print(str(stopped), soft_wrap=True, highlight=False)
         return 130
     except KeyboardInterrupt:
-        console.print("Ended at once; what was not yet saved is lost.", highlight=False)
-        if jax.distributed.is_initialized():  # the others may sit in a collective: this one does not wait for them
+        console.print("Stopped immediately; steps since the last checkpoint are lost.", highlight=False)
+        if jax.distributed.is_initialized():  # do not wait for the others, which may block in a collective
             leave(130, together=False)
         return 130
     except jax.errors.JaxRuntimeError as error:
@@ -75,8 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if _OUT_OF_MEMORY in str(error):
             print(f"error: {str(error).splitlines()[0]} Lower --width, --batch-size or --devices.", file=sys.stderr)
             return 2
-        lost = f"process {jax.process_index()} lost the others ({str(error).splitlines()[0]})"
-        print(f"error: {lost}. See which ended first; --resume goes on from the last checkpoint.", file=sys.stderr)
+        lost = f"process {jax.process_index()} lost the other processes ({str(error).splitlines()[0]})"
+        print(f"error: {lost}. Find out which one ended first; --resume continues the run.", file=sys.stderr)
         return 1
     except (Disagreement, ValueError, TypeError, OSError, ImportError, MemoryError, NonFiniteError) as error:
         if debug:
@@ -87,21 +89,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_config(arguments: Sequence[str]) -> Config:
-    """Flags over a named experiment, or over the configuration of the run that is to be resumed."""
-    name, out = (configs.before_flags(arguments, flag) for flag in ("--config", "--out"))
+    """Parse the flags over the defaults: a named experiment, or the configuration of the run to resume."""
+    name, out = (configs.flag_value(arguments, flag) for flag in ("--config", "--out"))
     if out == "":
-        raise ValueError("--out is empty: give the folder of the run, or leave it out.")
+        raise ValueError("--out is empty: give a run folder, or omit the flag.")
     default = Config() if name is None else configs.named(name)
     default = configs.one_length(arguments, default)
     if "--resume" not in arguments:
         return configs.parse(arguments, default)
     folder = Path(out) if out is not None else default.folder
     path = folder / "config.json"
-    of_another = path.is_file() and path.stat().st_mtime < float(os.environ.get(STARTED, 0))
-    if of_another or (RESTART in os.environ and not path.is_file()):  # the launcher said --resume; nothing had begun
+    outdated = path.is_file() and path.stat().st_mtime < float(os.environ.get(STARTED, 0))
+    if outdated or (RESTART in os.environ and not path.is_file()):  # the launcher adds --resume; no step was finished
         return configs.parse([flag for flag in arguments if flag != "--resume"], default)
     if not path.is_file():
-        raise ValueError(f"There is no run to resume in {folder}: it holds no config.json. Give its folder by --out.")
+        raise ValueError(f"There is no run to resume in {folder}: it has no config.json. Give its folder with --out.")
     saved = configs.saved(path, default)
     config = configs.parse(arguments, configs.one_length(arguments, saved))
     configs.check_same_run(saved, config, folder)
@@ -109,10 +111,10 @@ def read_config(arguments: Sequence[str]) -> Config:
 
 
 def run(config: Config, processes: int, heart: Heartbeat | None, console: Console) -> None:
-    """The one run that was asked for, or equal and balanced in turn."""
+    """Find the devices, check the flags, and train in the locked run folder."""
     simulation, devices = setup.find_devices(config, processes)
-    told = {name: value for name, value in config.flat().items() if name not in OF_A_PROCESS}
-    same(resume=config.output.resume, **told)
+    shared = {name: value for name, value in config.flat().items() if name not in PER_PROCESS_FLAGS}
+    same(resume=config.output.resume, **shared)
     folder, method = config.folder, setup.method(config, processes)
     partitions.check_flags(config)
     with sole_use(folder):
@@ -128,7 +130,7 @@ def run_in(
     heart: Heartbeat | None,
     console: Console,
 ) -> None:
-    """The same with everything found, in a folder that no other run uses."""
+    """Train one run, or equal and then balanced, and report; the folder is locked."""
     if not config.compares:
         chosen = choose(**method)
         name = chosen.name
@@ -140,11 +142,11 @@ def run_in(
         output.show_paths(folder / "run.png", drawn.page, console)
         return
     names, summaries = ("equal", "balanced"), []
-    places = [folder / name for name in names]
+    folders = [folder / name for name in names]
     for k, name in enumerate(names):
         chosen = choose(**(method | {"strategy": name}))
-        summary = train(config, chosen, places[k], places[k:], devices, simulation, heart, console)
-        if simulation is not None:  # the row time of the first run holds for both
+        summary = train(config, chosen, folders[k], folders[k:], devices, simulation, heart, console)
+        if simulation is not None:  # both runs use the row time measured by the first
             simulation = replace(simulation, row_time=summary["row_time"], step=0, phases=0, overruns=0)
         summaries.append((name, summary))
     if jax.process_index() != 0:
@@ -165,15 +167,16 @@ def train(
     heart: Heartbeat | None,
     console: Console,
 ) -> dict[str, Any]:
-    """One run into its folder; its summary. Only the first process writes, all have to see the folder.
+    """Train one run and return its summary.
 
-    What earlier runs left there and in the other folders that it `replaces` is gone after its first step.
+    Only process 0 writes; all processes must see the folder. Earlier runs in the folders in `replaces` are removed
+    after the first step.
     """
     name, task = chosen.name, setup.make_task_of(config)
     steps, epochs = setup.duration(config)
     finished = output.finished(folder, steps, epochs * len(task.train)) if config.output.resume else None
     if finished is not None:
-        console.print(f"{name}: finished already, see {folder}", soft_wrap=True, highlight=False)
+        console.print(f"{name}: already finished, see {folder}", soft_wrap=True, highlight=False)
         return finished
     total_steps = setup.total_steps(config, len(task.train))
     partition = partitions.partition_of(config, chosen, task, devices, simulation, folder, console)
@@ -193,14 +196,14 @@ def train(
         on_nonfinite=config.optimizer.on_nonfinite,
         max_skips=config.optimizer.max_skips,
     )
-    left = lambda state: (steps - state.step) if steps else (epochs * len(task.train) - state.cursor)
+    remaining = lambda state: (steps - state.step) if steps else (epochs * len(task.train) - state.cursor)
     with trainer, stop_on_signals(trainer.stop) as interrupt:
-        state, before = beginning(config, trainer, trainer.init(task.model.params, task.model.model_state), folder)
+        state, totals = initial_state(config, trainer, trainer.init(task.model.params, task.model.model_state), folder)
         row_time = lambda: trainer.simulation and trainer.simulation.row_time
-        told = "compiling" if state.step == 0 else f"compiling; goes on after step {state.step}"
-        console.print(f"{name}: {len(devices)} workers, {told}", highlight=False)
+        start = "" if state.step == 0 else f" (resuming after step {state.step})"
+        console.print(f"{name}: {len(devices)} workers, compiling{start}", highlight=False)
         tracker = output.trackers(config, name, folder, state.step)
-        follow = report.Follow(tracker, **before)
+        follow = report.Follow(tracker, **totals)
         saver = checkpoint.Saver(
             folder / CHECKPOINTS,
             trainer,
@@ -219,26 +222,26 @@ def train(
         hooks += [report.Progress(name, console=console), *([] if heart is None else [heart])]
         history = History(engine=chosen.engine.name, workers=len(devices))
         with output.log_file(folder, "a" if state.step else "w"), saver:
-            if left(state) > 0:
-                length = {"steps": left(state)} if steps else {"stop_at": epochs * len(task.train)}
+            if remaining(state) > 0:
+                length = {"steps": remaining(state)} if steps else {"stop_at": epochs * len(task.train)}
                 try:
                     state, history = trainer.fit(state, task.train, hooks=hooks, **length)
                 except NonFiniteError as error:
                     raise NonFiniteError(f"{error} {takeover.last_checkpoint()}") from error
-                if history.records:  # a run without a barrier may be stopped before anything is finished
+                if history.records:  # an asynchronous run may be stopped before its first record
                     saver.save(history.records[-1], state)
                 saver.close()
             takeover.now()
-            if left(state) > 0:
+            if remaining(state) > 0:
                 tracker.close()
                 if not state.step:
-                    raise Stopped("Stopped before the first step was done: there is nothing to save.")
+                    raise Stopped("Stopped before the first step finished: nothing to save.")
                 raise Stopped(
-                    f"Stopped after step {state.step} of {total_steps}; everything is saved. Go on with "
+                    f"Stopped after step {state.step} of {total_steps}; everything is saved. Continue with "
                     f"python experiments/train.py --resume --out {config.folder}"
                 )
             tested = trainer.evaluate(state, task.test)
-    if chosen.sync.name == "daso":  # every process has its own part of a step
+    if chosen.sync.name == "daso":  # the history covers only the workers of this process
         ideals = gather(history.ideal_samples_per_s)
         history.ideal_samples_per_s = sum(ideals) if all(ideals) else None
     if jax.process_index() != 0:
@@ -253,25 +256,24 @@ def train(
     return summary
 
 
-def beginning(config: Config, trainer: Trainer, fresh: State, folder: Path) -> tuple[State, dict[str, Any]]:
-    """The state to start from, and what is counted on from the last checkpoint, if there is one."""
+def initial_state(config: Config, trainer: Trainer, fresh: State, folder: Path) -> tuple[State, dict[str, Any]]:
+    """Return the initial or restored state, and the totals of the earlier parts of a resumed run."""
     found = checkpoint.restore_latest(folder / CHECKPOINTS, fresh, trainer) if config.output.resume else None
     if found is None:
         return fresh, {}
     if config.optimizer.schedule == "cosine":
         saved = configs.with_values(config, found.extra.get("config", {}))
-        was, now = setup.length(saved), setup.length(config)
-        output.warn_of_new_length(was, now, found.state.step)
+        output.warn_of_new_length(setup.length(saved), setup.length(config), found.state.step)
     if trainer.simulation is not None:
         trainer.simulation.row_time = found.extra.get("row_time")
-    before = {"seconds": found.extra.get("seconds", 0.0), "plan_changes": found.extra.get("plan_changes", 0)}
-    return found.state, before
+    totals = {"seconds": found.extra.get("seconds", 0.0), "plan_changes": found.extra.get("plan_changes", 0)}
+    return found.state, totals
 
 
 if __name__ == "__main__":
     try:
-        ended = main()
+        code = main()
     except Exception:
         traceback.print_exc()
-        ended = 1
-    leave(ended, together=ended in (0, 130))
+        code = 1
+    leave(code, together=code in (0, 130))

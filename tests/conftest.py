@@ -1,16 +1,18 @@
-"""Eight fake CPU devices for all tests, quick compiles and a store of them; must be said before JAX's first use."""
+"""Test settings: eight simulated CPU devices, fast compiles and a shared store of compiled programs."""
 
 import contextlib
 import gc
 import os
 import signal
+from pathlib import Path
 
 import quick_compiles
 
+# XLA reads its flags once, when JAX starts.
 _FLAGS = f"--xla_force_host_platform_device_count=8 {quick_compiles.FLAGS}"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
 
-# Tests that were started in the background, where a shell has SIGINT ignored, hand that on to all they start.
+# A shell starts background jobs with SIGINT ignored, which child processes would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import hypothesis  # noqa: E402
@@ -19,21 +21,22 @@ import pytest  # noqa: E402
 
 from hetjax.environment import PROGRAMS  # noqa: E402
 
-_STORE_LIMIT = 2**28  # bytes of compiled programs that are kept for the next tests
+_STORE_LIMIT = 2**28  # bytes of compiled programs kept for later test runs
+_MAPS_LIMIT = 15_000  # leaves 50,000 for the programs of the largest module
 
 hypothesis.settings.register_profile("hetjax", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("hetjax")
 
 
 def pytest_configure(config):
-    """Share compiled programs between workers, programs that tests start, and the next tests, in pytest's own cache."""
+    """Share compiled programs between xdist workers, subprocesses and later runs, in pytest's cache directory."""
     if PROGRAMS in os.environ or not hasattr(config, "cache"):
         return
     folder = config.cache.mkdir("programs")
     folder.chmod(0o700)
     os.environ[PROGRAMS] = str(folder)
     kept = 0
-    with contextlib.suppress(FileNotFoundError):  # other tests run beside these, and tidy up too
+    with contextlib.suppress(FileNotFoundError):  # another test run may remove entries at the same time
         for entry in sorted(folder.iterdir(), key=lambda entry: entry.stat().st_mtime, reverse=True):
             kept += entry.stat().st_size
             if kept > _STORE_LIMIT:
@@ -41,16 +44,28 @@ def pytest_configure(config):
 
 
 @pytest.fixture(autouse=True, scope="module")
-def forget_programs():
-    """A compiled CPU program takes some 150 memory maps, of which Linux gives a process 65,530."""
+def bounded_memory_maps():
+    """Drop compiled programs before a process runs out of memory maps.
+
+    A compiled CPU program takes about 150 maps, and Linux allows 65,530 per process. Clearing JAX's caches takes up to
+    0.6 s, so it is done only after modules that leave many maps behind.
+    """
     yield
-    jax.clear_caches()
-    gc.collect()
+    if _memory_maps() > _MAPS_LIMIT:
+        jax.clear_caches()
+        gc.collect()
+
+
+def _memory_maps() -> int:
+    try:
+        return Path("/proc/self/maps").read_bytes().count(b"\n")
+    except FileNotFoundError:  # not Linux: no such limit
+        return 0
 
 
 @pytest.fixture
 def float64():
-    """Double precision for one test, in all threads."""
+    """Enable double precision for one test, in all threads."""
     jax.config.update("jax_enable_x64", True)
     yield
     jax.config.update("jax_enable_x64", False)

@@ -1,4 +1,4 @@
-"""Every command and every piece of code in README.md is run, shortened where it would train for long."""
+"""Every command and code example in README.md runs; long trainings are shortened."""
 
 import os
 import re
@@ -39,11 +39,11 @@ def run(*command, cwd, flags=""):
 @pytest.mark.slow
 def test_the_default_run_and_what_follows_it(tmp_path, monkeypatch, capsys):
     assert "python experiments/train.py" in COMMANDS
-    code, told = run(sys.executable, ROOT / "experiments" / "train.py", *SHORT, cwd=tmp_path)
-    assert code == 0, told
-    assert "test accuracy" in told
+    code, printed = run(sys.executable, ROOT / "experiments" / "train.py", *SHORT, cwd=tmp_path)
+    assert code == 0, printed
+    assert "test accuracy" in printed
     metrics = (tmp_path / "runs" / "digits-cnn" / "balanced" / "metrics.jsonl").read_text()
-    assert '"counts": [8, 8, 8, 8]' in metrics  # four fake devices, none of which was asked for
+    assert '"counts": [8, 8, 8, 8]' in metrics  # four simulated devices by default
     monkeypatch.chdir(tmp_path)
     assert ["--resume"] in TRAIN
     assert train.main(["--resume"]) == 0
@@ -56,8 +56,8 @@ def test_the_default_run_and_what_follows_it(tmp_path, monkeypatch, capsys):
 def test_eight_devices_by_xla_flags(tmp_path):
     (command,) = [shlex.split(c) for c in COMMANDS if "XLA_FLAGS" in c]
     flags = command[0].removeprefix("XLA_FLAGS=")
-    code, told = run(sys.executable, ROOT / command[2], *SHORT, "--strategy", "equal", cwd=tmp_path, flags=flags)
-    assert code == 0, told
+    code, printed = run(sys.executable, ROOT / command[2], *SHORT, "--strategy", "equal", cwd=tmp_path, flags=flags)
+    assert code == 0, printed
     assert '"counts": [4, 4, 4, 4, 4, 4, 4, 4]' in (tmp_path / "runs" / "digits-cnn" / "metrics.jsonl").read_text()
 
 
@@ -72,7 +72,7 @@ def test_the_other_commands(tmp_path, monkeypatch, capsys):
         if flags == ["--help"]:
             with pytest.raises(SystemExit):
                 train.main(flags)
-        elif flags[0] == "--config":  # one step of each is taken in tests/experiments/test_configs.py
+        elif flags[0] == "--config":  # one step of each runs in tests/experiments/test_configs.py
             assert flags[1] in configs.names()
         elif flags[0] == "--strategy":
             assert flags[2] == "--epochs"
@@ -86,7 +86,7 @@ def test_the_other_commands(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_the_launcher_commands(tmp_path, monkeypatch):
-    """All are understood; the one with restarts is run, shortened."""
+    """All are parsed; the one with restarts runs, shortened."""
     started = []
     monkeypatch.setattr(launcher, "launch", lambda options, program: started.append((options, program)) or 0)
     monkeypatch.chdir(ROOT)
@@ -101,19 +101,19 @@ def test_the_launcher_commands(tmp_path, monkeypatch):
     assert launch_flags.quotas_of(quotas) == (0.8, 0.4, 0.2, 0.2)
     assert [d.cores_P for d in launch_flags.disturbances_of(quotas)] == [(0.2, 0.4, 0.2, 0.8)]
     (command,) = [command for command in commands if "--elastic" in command]
-    code, told = run(sys.executable, *command[1:], *SHORT[:-1], tmp_path / "run", cwd=ROOT)
-    assert code == 0, told
-    assert "[0] balanced: 2 workers" in told
-    assert "test accuracy" in told
+    code, printed = run(sys.executable, *command[1:], *SHORT[:-1], tmp_path / "run", cwd=ROOT)
+    assert code == 0, printed
+    assert "[0] balanced: 2 workers" in printed
+    assert "test accuracy" in printed
 
 
 def test_the_commands_for_clusters():
-    """What they set is understood; Open MPI and Slurm's variables are tried in tests/fleet/test_distributed.py."""
+    """Their flags are parsed; the variables of Open MPI and Slurm are tested in tests/fleet/test_distributed.py."""
     lines = [shlex.split(c) for c in COMMANDS if c.startswith(("srun", "mpirun", "ssh"))]
     assert [line[0] for line in lines] == ["srun", "mpirun", "ssh", "ssh"]
     for line in lines:
-        place = next(i for i, word in enumerate(line) if word.endswith("train.py"))
-        config = train.read_config(line[place + 1 :])
+        start = next(i for i, word in enumerate(line) if word.endswith("train.py"))
+        config = train.read_config(line[start + 1 :])
         if line[0] == "ssh":
             assert config.processes.coordinator == "host0:29500"
             assert (config.processes.processes, line[1]) == (2, f"host{config.processes.process}")
@@ -122,19 +122,19 @@ def test_the_commands_for_clusters():
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("pip")])
 @pytest.mark.slow
 def test_the_package_can_be_installed(command):
-    code, told = run(sys.executable, "-m", *shlex.split(command), "--dry-run", "--no-deps", cwd=ROOT)
-    if code and "No matching distribution found for setuptools" in told:
-        pytest.skip("no package index within reach")
-    assert code == 0, told
-    assert "does not provide the extra" not in told
+    code, printed = run(sys.executable, "-m", *shlex.split(command), "--dry-run", "--no-deps", cwd=ROOT)
+    if code and "No matching distribution found for setuptools" in printed:
+        pytest.skip("no package index available")
+    assert code == 0, printed
+    assert "does not provide the extra" not in printed
 
 
 @pytest.mark.slow
 def test_pytest_finds_this_test():
     assert "pytest" in COMMANDS
-    code, told = run(sys.executable, "-m", "pytest", "--collect-only", Path(__file__), cwd=ROOT)
+    code, printed = run(sys.executable, "-m", "pytest", "--collect-only", Path(__file__), cwd=ROOT)
     assert code == 0
-    assert "test_readme.py" in told
+    assert "test_readme.py" in printed
 
 
 def test_the_library_examples_run(tmp_path, monkeypatch, capsys):
@@ -147,17 +147,17 @@ def test_the_library_examples_run(tmp_path, monkeypatch, capsys):
     exec(compile(loop, "README.md", "exec"), dict(names))
     assert "'loss'" in capsys.readouterr().out
     exec(compile(second, "README.md", "exec"), names)
-    with pytest.raises(ValueError, match="Nothing left to train"):  # again: the last checkpoint is of the end
+    with pytest.raises(ValueError, match="Nothing left to train"):  # the last checkpoint is that of the end
         exec(compile(second, "README.md", "exec"), names)
 
 
-def test_the_table_names_the_strategies_that_there_are():
+def test_the_table_lists_all_strategies():
     rows = re.findall(r"^\| `(\w[\w-]*)` \| (\w+) \| (\w+) \| ([\w-]+) \| (.*) \|$", README, re.MULTILINE)
     controller = lambda s: s.controller if REGISTRY[s.sync].stepped else "none"
     assert rows == [(name, controller(s), s.partition, s.sync, s.idea) for name, s in PRESETS.items()]
 
 
-def test_what_it_shows_is_there():
+def test_linked_files_exist():
     for path in re.findall(r"\]\(([^)#:]+)\)", README):
         assert (ROOT / path).is_file(), path
     assert (ROOT / "docs" / "balanced.png").stat().st_size < 200_000

@@ -113,7 +113,7 @@ def test_long_metrics_are_bounded_and_can_be_drawn(tmp_path, limit, steps):
     assert (kept[0], kept[-1]) == (1, steps)
     assert np.diff(kept).max() < 4 * steps / len(kept)
     assert rows(tmp_path)[-1]["samples"] == 4 * steps
-    assert not read_run(tmp_path).notes[1:]  # there is no config.json
+    assert not read_run(tmp_path).warnings[1:]  # there is no config.json
     assert report(tmp_path).page.is_file()
 
 

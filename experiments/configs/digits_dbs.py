@@ -1,9 +1,9 @@
-"""A published method: DBS (arXiv 2007.11831), shares by throughput once an epoch, every worker its own shard.
+"""DBS (arXiv 2007.11831): counts by throughput, updated once per epoch; every worker has its own shard.
 
 command   python experiments/train.py --config digits_dbs
 run time  22 s on two cores
-expected  equal counts in the first epoch, near the balanced ones from the second on; 67% of the
-          ideal, test accuracy 0.983
+expected  equal counts in the first epoch, nearly balanced ones from the second on; efficiency 67%,
+          test accuracy 0.983
 """
 
 from training.configs import Config, Method

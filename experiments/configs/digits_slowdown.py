@@ -1,8 +1,8 @@
-"""A worker slows down in the middle of a run, another one recovers: the counts follow.
+"""A worker slows down during the run, another one recovers: the counts follow.
 
 command   python experiments/train.py --config digits_slowdown
 run time  half a minute on two cores
-expected  run.png: within a few steps the counts of worker 1 fall at step 60 and those of worker 3 rise at step 120
+expected  in run.png the count of worker 1 falls within a few steps of step 60, that of worker 3 rises at step 120
 """
 
 from pathlib import Path

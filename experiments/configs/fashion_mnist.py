@@ -1,4 +1,4 @@
-"""Real images: Fashion-MNIST as Debian's dataset-fashion-mnist installs it, bfloat16 compute, averaged parameters.
+"""Fashion-MNIST, as installed by Debian's dataset-fashion-mnist, with bfloat16 compute and averaged parameters.
 
 command   apt install dataset-fashion-mnist
           python experiments/train.py --config fashion_mnist

@@ -1,4 +1,4 @@
-"""The configuration of experiments/train.py: frozen dataclasses that tyro turns into flags, and their JSON form."""
+"""The configuration of experiments/train.py: dataclasses that tyro turns into flags, and their JSON form."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from hetjax.presets import CONTROLLERS, PARTITIONS, PRESETS, SYNCS
 from hetjax.sync import current_name
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-DESCRIPTION = """Train a model on devices of unequal speed, all of them kept busy.
+DESCRIPTION = """Train one model data-parallel on devices of unequal speed.
 
-Without flags: a CNN on digits, 4 fake devices of speeds 1, 1, 0.5 and 0.25,
+Without flags: a CNN on digits, on 4 simulated devices of relative speeds 1, 1,
 
-equal and then balanced counts, and a table that compares the two."""
+0.5 and 0.25, first with equal and then with balanced counts, and a comparison."""
 
 
 def _shown(metavar: str) -> Any:
-    """How a flag that may be left out looks in --help."""
+    """Set the placeholder of an optional flag in --help."""
     return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
 
 
 def _choice(names: Sequence[str]) -> Any:
-    """A choice that is checked later, where more can be said than 'invalid choice'."""
+    """Show choices in --help that are validated later, with a better message than 'invalid choice'."""
     return _shown("|".join(names))
 
 
@@ -44,99 +44,99 @@ Text = Annotated[str | None, _shown("NAME")]
 
 @dataclass(frozen=True)
 class Data:
-    """what to train on, and for how long"""
+    """what to train on, and how long"""
 
     dataset: Annotated[str, tyro.conf.arg(metavar="SPEC")] = "digits"
     """digits, synthetic, idx:DIR, npz:FILE, text, text:FILE or tfds:NAME"""
     batch_size: int = 256
     """samples per step over all workers"""
     epochs: Whole = None
-    """how often every sample is seen; 24 unless --steps is given"""
+    """passes over the data (default: 24)"""
     steps: Whole = None
-    """instead of --epochs: how many steps in all, those before a --resume included"""
+    """total number of steps, instead of --epochs; a resumed run counts its earlier steps"""
 
 
 @dataclass(frozen=True)
 class Model:
-    """what is trained"""
+    """the model to train"""
 
     model: Literal["mlp", "cnn", "resnet", "transformer"] = "cnn"
-    """resnet normalizes; transformer wants --dataset text"""
+    """transformer needs --dataset text; only resnet has normalization layers"""
     width: Whole = None
-    """width of the layers (of the first ones, where it doubles); each model has its own default"""
+    """width of the (first) layers (default: depends on the model)"""
     dropout: Number = None
-    """each model has its own default"""
+    """dropout rate (default: depends on the model)"""
     norm: Annotated[Literal["batch", "group"] | None, _shown("{batch,group}")] = None
-    """for the resnet: BatchNorm over fixed groups of the global batch, or GroupNorm (default)"""
+    """resnet only: GroupNorm, or BatchNorm over fixed groups of the global batch (default: group)"""
     augment: Annotated[Literal["none", "shift"] | None, _shown("{none,shift}")] = None
-    """shift: move training images by up to a pixel, drawn from each sample's own key; done unless it makes no sense"""
+    """shift moves training images by up to one pixel (default: shift for cnn and resnet)"""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """precision of the compute; parameters are float32 either way"""
+    """compute precision; parameters are always float32"""
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """how it learns"""
+    """how to optimize"""
 
     optimizer: Literal["adamw", "adam", "sgd", "lion"] = "adamw"
-    """sgd has momentum 0.9"""
+    """sgd uses momentum 0.9"""
     learning_rate: Number = None
-    """the highest of the schedule; each model has its own default"""
+    """peak learning rate (default: depends on the model)"""
     schedule: Literal["cosine", "constant"] = "cosine"
-    """cosine rises over the first tenth of the steps and falls to zero"""
+    """cosine: linear warm-up over 10% of the steps, then cosine decay to zero"""
     weight_decay: float = 1e-2
     """for adamw and lion"""
     clip: Number = None
-    """limit on the norm of the whole batch's gradient"""
+    """clip the gradient of the global batch to this norm (default: no clipping)"""
     ema: Number = None
-    """decay of an exponential moving average of the parameters, which is then what is tested, e.g. 0.99"""
+    """evaluate an exponential moving average of the parameters with this decay, e.g. 0.99 (default: off)"""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """a NaN in loss, gradient or update ends the run and is named, or its step is skipped"""
+    """on a NaN or infinity in loss, gradient or update: stop with an error, or skip the step"""
     max_skips: int = 10
-    """steps in a row that may be skipped before the run ends after all"""
+    """stop after this many skipped steps in a row"""
 
 
 @dataclass(frozen=True)
 class Workers:
-    """on what it runs"""
+    """devices and their simulated speeds"""
 
     devices: Whole = None
-    """how many devices (of each process); on a CPU so many fake ones, 4 unless told (1 in each of several processes)"""
+    """number of devices per process; simulated ones on a CPU (default on a CPU: 4, with several processes 1 each)"""
     speeds: Annotated[str | None, _shown("LIST|real")] = None
-    """simulated relative speeds such as 1,1,0.5,0.25, or real; simulated while nothing about devices is given"""
+    """simulated relative speeds, or real for none (default: 1,1,0.5,0.25 on a CPU if no device flag is given)"""
     trace: File = None
-    """JSON file of simulated speeds that change by step (format: hetjax/simulation/traces.py)"""
+    """JSON file of simulated speeds by step (format: hetjax/simulation/traces.py)"""
     row_time: Number = None
-    """simulated milliseconds of one row at speed 1; unless told, as measured plus 50%, but at least 0.4"""
+    """simulated milliseconds per row at speed 1 (default: 1.5 times the measured time, at least 0.4)"""
     capacity: Annotated[str | None, _shown("N[,N...]")] = None
-    """most samples a worker may get in one step: one number, or one each"""
+    """maximum samples per worker and step: one number, or one per worker"""
 
 
 @dataclass(frozen=True)
 class Method:
-    """how the work is shared out"""
+    """how the work is divided"""
 
     strategy: Annotated[str | None, _choice(tuple(PRESETS))] = None
-    """preset of the four axes below; without it, --controller and --sync, equal and balanced run in turn"""
+    """preset of controller, partition, sync and engine (default: run equal, then balanced, and compare)"""
     controller: Annotated[str | None, _choice(CONTROLLERS)] = None
-    """how many samples each worker gets"""
+    """decides how many samples each worker gets"""
     partition: Annotated[str | None, _choice(PARTITIONS)] = None
-    """which samples: any of the global batch, shards of the workers' own cut every epoch, or blocks for good"""
+    """which samples: a slice of the global batch, a shard cut anew every epoch, or a fixed block"""
     sync: Annotated[str | None, _choice(SYNCS)] = None
-    """when the workers agree"""
+    """how workers synchronize their parameters"""
     engine: Annotated[str | None, _choice(("auto", "chunked", "looped", "masked"))] = None
-    """how a worker computes its samples"""
+    """how a worker runs its samples (default: auto)"""
     every: Annotated[str | None, _shown("STEPS|epoch")] = None
-    """when the published laws act; each preset has its paper's cadence"""
+    """how often a published controller updates the counts (default: as in its paper)"""
     faithful: bool = False
-    """as published, biases included: gradients weighed (dp, edp, dbs, decentralized), nodes averaged (daso;
-    not its local skip, which throws steps away, nor bfloat16 in place of the parameters), rates (hogbatch family)"""
+    """use the method as published, with its biases. dp, edp, dbs, decentralized: gradient weights;
+    daso: node averages, but neither local skips nor bfloat16 parameters; hogbatch family: learning rates"""
     mix_every: Whole = None
-    """decentralized: steps from one mixing of the parameters to the next (1; rcd-sgd: 2)"""
+    """decentralized: steps between two mixings of the parameters (default: 1; rcd-sgd: 2)"""
     topology: Annotated[str | None, _shown("ring|complete|FILE")] = None
-    """decentralized: who mixes with whom; FILE (.json or .npy) holds the doubly stochastic matrix, row by row"""
+    """decentralized: who mixes with whom; FILE (.json, .npy) holds a doubly stochastic matrix (default: ring)"""
     matcha_budget: Number = None
-    """decentralized: MATCHA, with this share of the topology's links used on average, e.g. 0.5"""
+    """decentralized: use MATCHA with this average fraction of the links, e.g. 0.5 (default: all links)"""
 
     def __post_init__(self) -> None:
         if isinstance(self.sync, str):
@@ -145,100 +145,100 @@ class Method:
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """the sync daso; over several processes each one is a node"""
+    """for --sync daso; with several processes, each process is a node"""
 
     nodes: Annotated[str | None, _shown("N|N,N...")] = None
-    """in one process: how many nodes its workers form (2), or how many workers each has"""
+    """one process only: number of nodes, or number of workers of each node (default: 2)"""
     max_skip: Whole = None
-    """most steps from one exchange between nodes to the next (8)"""
+    """maximum steps between two exchanges between nodes (default: 8)"""
     blend: Annotated[str | None, _shown("delta|paper")] = None
-    """what is done with an average that comes late: keep all local progress (delta), or the paper's mixture"""
+    """merge of a delayed average: keep all local progress, or as in the paper (default: delta; --faithful: paper)"""
     between: Annotated[str | None, _shown("balanced|equal|steps")] = None
-    """unequal processes: samples by speed in the same steps, equal ones, or steps by speed"""
+    """several processes: samples by speed, equal samples, or steps by speed (default: balanced)"""
 
 
 @dataclass(frozen=True)
 class Asynchronous:
-    """the syncs without a barrier: hogbatch, adaptive-hogbatch, adaptive-sgd"""
+    """for the asynchronous syncs: hogbatch, adaptive-hogbatch, adaptive-sgd"""
 
     batches: Annotated[str | None, _shown("N[,N...]")] = None
-    """first batch of each worker; unless told CPUs start small and GPUs large, like devices by their speed"""
+    """initial batch size per worker (default: small on CPUs and large on GPUs; by speed if all are of one kind)"""
     smallest_batch: Annotated[str | None, _shown("N[,N...]")] = None
-    """least that a batch may become; a sixteenth of the largest, which is --capacity"""
+    """smallest batch size (default: 1/16 of --capacity)"""
     staleness_bound: Whole = None
-    """hogbatch, adaptive-hogbatch: most updates of others between reading the model and one's own"""
+    """hogbatch, adaptive-hogbatch: maximum staleness of an update, in updates by others (default: unbounded)"""
     scale_rate: Annotated[Literal["on", "off"] | None, _shown("{on,off}")] = None
-    """whether gradients are scaled by their batch; on, but off for hogbatch as published"""
+    """scale gradients by their batch size (default: on; off for hogbatch with --faithful)"""
     rate_cap: Number = None
-    """largest factor that the gradient of a large batch gets (default: 4)"""
+    """maximum factor for the gradient of a large batch (default: 4; no limit with --faithful)"""
     dead_zone: Whole = None
-    """adaptive-hogbatch: how many updates a worker may be off the others before its batch moves; 4"""
+    """adaptive-hogbatch: lead or lag in updates before a batch size changes (default: 4)"""
     mega_batch: Whole = None
-    """adaptive-sgd: samples from one merge of the replicas to the next; 8 times --batch-size"""
+    """adaptive-sgd: samples between two merges of the replicas (default: 8 times --batch-size)"""
     replay: Annotated[int | None, _shown("SEED")] = None
-    """no threads, but a virtual clock with the interleaving of this seed: the same run every time"""
+    """reproducible run: a virtual clock instead of threads, with the interleaving of this seed (default: off)"""
 
 
 @dataclass(frozen=True)
 class Submodular:
-    """the blocks of --partition submodular"""
+    """for --partition submodular"""
 
     blocks: File = None
-    """file that 'python -m hetjax partition' wrote; without it the blocks are made at the start of the run"""
+    """file written by 'python -m hetjax partition' (default: cut blocks at the start)"""
     rates: Annotated[str | None, _shown("LIST")] = None
-    """of the workers, such as 4,2,1,1; the simulated speeds unless told, or measured in a few steps"""
+    """relative worker speeds, e.g. 4,2,1,1 (default: simulated speeds, otherwise measured)"""
     objective: Annotated[Literal["facility-location", "graph-cut"] | None, _shown("{facility-location,graph-cut}")] = (
         None
     )
-    """how well a block stands for the whole; facility-location unless told"""
+    """how to score a block (default: facility-location)"""
     features: Annotated[str | None, _shown("raw|pca[:N]|MODULE:FUNCTION")] = None
-    """what similarity is measured on; pca unless told"""
+    """features to compare samples by (default: pca)"""
 
 
 @dataclass(frozen=True)
 class Processes:
-    """several processes as one run; the launcher, srun and mpirun say this themselves"""
+    """one run over several processes; set by the launcher, srun and mpirun"""
 
     coordinator: Annotated[str | None, _shown("HOST:PORT")] = None
-    """where process 0 is met"""
+    """address of process 0"""
     processes: Whole = None
-    """how many there are"""
+    """number of processes"""
     process: Whole = None
-    """which one this is, from 0"""
+    """index of this process, from 0"""
     start_limit: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 60.0
-    """until all have to be there"""
+    """time within which all processes must have joined"""
 
 
 @dataclass(frozen=True)
 class Output:
-    """what is left behind"""
+    """run folder, checkpoints and logs"""
 
     out: File = None
-    """folder of the run; runs/DATASET-MODEL unless told"""
+    """run folder (default: runs/DATASET-MODEL)"""
     resume: bool = False
-    """continue the run in --out from its last checkpoint, on whatever devices there are now"""
+    """continue the run in --out from its last checkpoint; the devices may differ"""
     save_every: Number = 30.0
-    """seconds between checkpoints; there is one on Ctrl-C or SIGTERM and at the end in any case"""
+    """seconds between checkpoints (default: 30); Ctrl-C, SIGTERM and the end save one too"""
     save_steps: Whole = None
-    """a checkpoint after every so many steps too"""
+    """steps between additional checkpoints (default: none)"""
     keep: int = 2
-    """how many checkpoints stay; the last one that is whole is resumed from"""
+    """number of checkpoints to keep; the last intact one is resumed"""
     tensorboard: bool = False
-    """write TensorBoard events too (pip install 'hetjax[track]')"""
+    """also write TensorBoard events (pip install 'hetjax[track]')"""
     wandb: Text = None
-    """send to this Weights & Biases project too"""
+    """also log to this Weights & Biases project"""
     seed: int = 0
-    """of the parameters, the order of the samples and dropout"""
+    """seed of parameters, sample order and dropout"""
     debug: bool = False
-    """show the log, and where an error came from"""
+    """show the log, and tracebacks of errors"""
 
 
 @dataclass(frozen=True)
 class Config:
-    """One run, or the comparison of two."""
+    """The configuration of one run, or of a comparison of two."""
 
     config: Text = None
-    """start from a named experiment of experiments/configs (or a file like them); flags win over it"""
+    """named experiment in experiments/configs, or a Python file; flags override it"""
     data: Data = field(default_factory=Data)
     model: Model = field(default_factory=Model)
     optimizer: Optimizer = field(default_factory=Optimizer)
@@ -252,10 +252,10 @@ class Config:
 
     @property
     def compares(self) -> bool:
-        """Whether equal and balanced are to run in turn."""
-        asked = self.method
-        free = asked.sync in (None, "allreduce") and asked.partition != "submodular"  # neither fixes the counts
-        return asked.strategy is None and asked.controller is None and free
+        """Whether to run equal, then balanced, and compare them."""
+        method = self.method
+        any_counts = method.sync in (None, "allreduce") and method.partition != "submodular"
+        return method.strategy is None and method.controller is None and any_counts
 
     @property
     def folder(self) -> Path:
@@ -263,12 +263,12 @@ class Config:
         return self.output.out or Path("runs") / name
 
     def flat(self) -> dict[str, Any]:
-        """All fields that describe the run (not how it was called) by their own name, as plain JSON values."""
+        """Return the fields that describe the run (not its invocation) by name, as JSON values."""
         groups = (getattr(self, group.name) for group in _groups())
         values = {name: value for group in groups for name, value in dataclasses.asdict(group).items()}
         values["config"] = self.config
-        for how in ("resume", "debug", "coordinator", "processes", "process", "start_limit"):
-            del values[how]
+        for name in ("resume", "debug", "coordinator", "processes", "process", "start_limit"):
+            del values[name]
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
 
@@ -277,7 +277,7 @@ def _groups() -> list[dataclasses.Field[Any]]:
 
 
 def with_values(base: Config, values: dict[str, Any]) -> Config:
-    """The configuration with these fields, named as in `flat`, set."""
+    """Return the configuration with these fields, named as in `flat`, replaced."""
     for group in _groups():
         part = getattr(base, group.name)
         mine = {f.name: values[f.name] for f in dataclasses.fields(part) if f.name in values}
@@ -289,20 +289,20 @@ def with_values(base: Config, values: dict[str, Any]) -> Config:
 
 
 def saved(path: Path, base: Config) -> Config:
-    """The configuration that an earlier run wrote, over a base for what it does not name."""
+    """Read the configuration written by an earlier run; `base` supplies missing fields."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(values, dict):
-            raise ValueError("it holds no object")
+            raise ValueError("not a JSON object")
         found = with_values(base, values)
         check_types(found)
     except (ValueError, TypeError, OSError, RecursionError) as error:
-        raise ValueError(f"{path} is no configuration of a run ({error}): start a new run without --resume.") from error
+        raise ValueError(f"{path} is not a run configuration ({error}): start a new run without --resume.") from error
     return found
 
 
 def check_types(config: Config) -> None:
-    """Refuse values that flags could not have given: tyro leaves those of a file as they are."""
+    """Check the types of values from a file, which tyro does not."""
     for group in _groups():
         part = getattr(config, group.name)
         for name, kind in typing.get_type_hints(type(part)).items():
@@ -321,7 +321,7 @@ def _is_a(value: Any, kind: Any) -> bool:
 
 
 def _kinds(kind: Any) -> list[str]:
-    """The names of the types, or the values, that a field may have."""
+    """Return the names of the types or values that a field accepts."""
     parts = typing.get_args(kind)
     if not parts:
         return ["None" if kind is type(None) else getattr(kind, "__name__", repr(kind))]
@@ -329,19 +329,19 @@ def _kinds(kind: Any) -> list[str]:
 
 
 def check_same_run(saved: Config, now: Config, folder: Path) -> None:
-    """A resumed run may move to other devices, be longer or shared out otherwise, but stays the same training."""
-    kept = [f.name for part in (Data, Model, Optimizer) for f in dataclasses.fields(part)] + ["seed"]
+    """Check that a resumed run is the same training; devices, length and strategy may change."""
+    fixed = [f.name for part in (Data, Model, Optimizer) for f in dataclasses.fields(part)] + ["seed"]
     before, after = saved.flat(), now.flat()
-    for name in kept:
+    for name in fixed:
         if name not in ("epochs", "steps", "on_nonfinite", "max_skips") and before[name] != after[name]:
             raise ValueError(
-                f"The run in {folder} was started with {name}={before[name]!r} and cannot go on with {after[name]!r}. "
-                "Leave the flag out, or start a new run in another --out."
+                f"The run in {folder} was started with {name}={before[name]!r} and cannot continue "
+                f"with {after[name]!r}. Omit the flag, or start a new run in another --out."
             )
 
 
 def named(name: str) -> Config:
-    """The CONFIG of a named experiment, or of a Python file."""
+    """Load the CONFIG of a named experiment or of a Python file."""
     path = Path(name) if name.endswith(".py") else CONFIGS / f"{name}.py"
     if not path.is_file():
         known = ", ".join(names()) or "none"
@@ -351,8 +351,8 @@ def named(name: str) -> Config:
     except (Exception, SystemExit) as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         line = getattr(error, "lineno", None) or (lines[-1] if lines else "?")
-        said = error.msg if isinstance(error, SyntaxError) else error
-        raise ValueError(f"{path}, line {line}: {type(error).__name__}: {said}. Correct that file.") from error
+        message = error.msg if isinstance(error, SyntaxError) else error
+        raise ValueError(f"{path}, line {line}: {type(error).__name__}: {message}. Correct this file.") from error
     if not isinstance(found, Config):
         raise ValueError(f"{path} defines no CONFIG = Config(...): see experiments/configs for examples.")
     try:
@@ -363,11 +363,12 @@ def named(name: str) -> Config:
 
 
 def names() -> list[str]:
+    """Return the names of the experiments in experiments/configs."""
     return sorted(path.stem for path in CONFIGS.glob("*.py"))
 
 
 def parse(arguments: Sequence[str], default: Config) -> Config:
-    """The configuration that flags make of a default one; prints help and leaves the program on --help or an error."""
+    """Parse flags over a default configuration; exits on --help and on a syntax error."""
     plain = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
     return tyro.cli(
         Config, prog="train.py", description=DESCRIPTION, args=list(arguments), default=default, config=plain
@@ -375,20 +376,20 @@ def parse(arguments: Sequence[str], default: Config) -> Config:
 
 
 def one_length(arguments: Sequence[str], default: Config) -> Config:
-    """Where --steps is a flag, the default's epochs do not count, and the other way round."""
-    if before_flags(arguments, "--steps") is not None:
+    """Drop the default's epochs if --steps is given, and vice versa."""
+    if flag_value(arguments, "--steps") is not None:
         default = with_values(default, {"epochs": None})
-    if before_flags(arguments, "--epochs") is not None:
+    if flag_value(arguments, "--epochs") is not None:
         default = with_values(default, {"steps": None})
     return default
 
 
-def before_flags(arguments: Sequence[str], flag: str) -> str | None:
-    """The value of a flag that decides what the others start from; where it is given twice the last one counts."""
-    found = None
-    for place, argument in enumerate(arguments):
-        if argument == flag and place + 1 < len(arguments):
-            found = arguments[place + 1]
+def flag_value(arguments: Sequence[str], flag: str) -> str | None:
+    """Return the value of a flag without parsing the others; given twice, the last one counts."""
+    value = None
+    for index, argument in enumerate(arguments):
+        if argument == flag and index + 1 < len(arguments):
+            value = arguments[index + 1]
         elif argument.startswith(f"{flag}="):
-            found = argument.partition("=")[2]
-    return found
+            value = argument.partition("=")[2]
+    return value

@@ -1,4 +1,4 @@
-"""What a run of train.py writes and shows: its log, its trackers, what it came to, the table at the end."""
+"""What train.py writes and prints: log, trackers, summary, the table of results."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from hetjax.presets import Choice
 from hetjax.state import State
 
 log = logging.getLogger("hetjax")
-SAME_STEPS = 10  # later the optimizer has blown up the rounding of sums in another order
+SAME_STEPS = 10  # later steps amplify the rounding of sums in a different order
 
 
 def quiet_logs(console: Console, debug: bool) -> None:
-    """hetjax's warnings on the terminal (with --debug everything), other packages' errors only."""
+    """Show hetjax's warnings (its whole log with --debug) and only errors of other packages."""
     for noisy in ("jax", "orbax", "absl"):
         logging.getLogger(noisy).setLevel(logging.WARNING if debug else logging.ERROR)
     log.handlers = [RichHandler(logging.INFO if debug else logging.WARNING, console, show_time=False, show_path=False)]
@@ -35,6 +35,7 @@ def quiet_logs(console: Console, debug: bool) -> None:
 
 
 def write_config(config: Config, folder: Path) -> None:
+    """Write config.json, in process 0."""
     if jax.process_index() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         report.write_json(folder / "config.json", config.flat())
@@ -42,7 +43,7 @@ def write_config(config: Config, folder: Path) -> None:
 
 @contextmanager
 def log_file(folder: Path, mode: str) -> Iterator[None]:
-    """hetjax's log of a run, in its folder."""
+    """Write hetjax's log to log.txt in the run folder, in process 0."""
     if jax.process_index() != 0:
         yield
         return
@@ -57,16 +58,17 @@ def log_file(folder: Path, mode: str) -> Iterator[None]:
 
 
 def trackers(config: Config, name: str, folder: Path, done: int) -> report.Tracker:
+    """Return the trackers that the flags ask for; none outside process 0."""
     if jax.process_index() != 0:
         return report.Composite()
-    told: list[report.Tracker] = [report.JsonlTracker(folder, done=done)]
+    chosen: list[report.Tracker] = [report.JsonlTracker(folder, done=done)]
     if config.output.tensorboard:
-        told.append(report.TensorBoardTracker(folder))
+        chosen.append(report.TensorBoardTracker(folder))
     if config.output.wandb is not None:
         from hetjax.report.trackers import WandbTracker
 
-        told.append(WandbTracker(config.output.wandb, name=name, config=config.flat(), folder=folder))
-    return report.Composite(*told)
+        chosen.append(WandbTracker(config.output.wandb, name=name, config=config.flat(), folder=folder))
+    return report.Composite(*chosen)
 
 
 def summary(
@@ -78,13 +80,13 @@ def summary(
     seconds: float,
     plan_changes: int,
 ) -> dict[str, Any]:
-    """What the run came to: steps, samples, seconds and plan changes of all its parts, the rest from the last part.
+    """Return the summary: totals over all parts of a resumed run, the rest from its last part.
 
-    The history of daso is about the workers of the first process; the state's cursor counts the samples of all.
+    With daso the history covers only the workers of process 0; the state's cursor counts the samples of all.
     """
     last, samples = history.summary(), int(state.cursor)
     wall, ideal = seconds + last["wall_s"], last["ideal_samples_per_s"]
-    if last["final_loss"] is None:  # every step was made before it was resumed
+    if last["final_loss"] is None:  # no step was left after resuming
         last["final_loss"] = float(report.read_run(folder).loss_S[-1])
     return {
         "strategy": chosen.name,
@@ -104,7 +106,7 @@ def summary(
 
 
 def finished(folder: Path, steps: int | None, samples: int) -> dict[str, Any] | None:
-    """The summary of the run in a folder, if that went as far as is asked for: so many steps, else so many samples."""
+    """Return the summary of the run in the folder if it has reached these steps, or samples if steps is None."""
     if not (folder / "summary.json").is_file():
         return None
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
@@ -112,26 +114,27 @@ def finished(folder: Path, steps: int | None, samples: int) -> dict[str, Any] | 
     return summary if done >= (steps or samples) else None
 
 
-def warn_of_new_length(was: str, now: str, step: int) -> None:
-    """A cosine over another number of steps: what is done cannot follow it any more."""
-    if was != now:
+def warn_of_new_length(before: str, now: str, step: int) -> None:
+    """Warn that the finished steps followed a cosine schedule of another length."""
+    if before != now:
         log.warning(
-            "Steps 1 to %d followed the cosine schedule of a run of %s; from here on the learning rate is that of %s. "
-            "With --schedule constant a longer run is the same as one that was never stopped.",
-            step, was, now,
+            "Steps 1 to %d followed the cosine schedule for %s; later steps follow that for %s. "
+            "Only with --schedule constant does extending a run give the same training as one uninterrupted run.",
+            step, before, now,
         )  # fmt: skip
 
 
 def last_checkpoint(folder: Path | None) -> str:
-    """For somebody whose run has ended badly: from where it can go on; None: it has no checkpoints yet."""
+    """Return the part of an error message that names the checkpoint to resume; None if there are none yet."""
     found = None if folder is None else checkpoint.latest(folder)
-    return "There is no checkpoint from before." if found is None else f"The last checkpoint from before is {found}."
+    return "There is no earlier checkpoint." if found is None else f"The last good checkpoint is {found}."
 
 
 def show_table(summaries: list[tuple[str, dict[str, Any]]], console: Console) -> None:
+    """Print one line per run."""
     table = Table(box=None, padding=(0, 2), pad_edge=False, header_style="bold")
-    for column in ("", "samples/s", "ideal", "efficiency", "test accuracy", "seconds"):
-        table.add_column(column, justify="right" if column else "left", no_wrap=not column)
+    for column in ("strategy", "samples/s", "ideal", "efficiency", "test accuracy", "seconds"):
+        table.add_column(column, justify="left" if column == "strategy" else "right", no_wrap=column == "strategy")
     for name, summary in summaries:
         ideal, efficiency = summary["ideal_samples_per_s"], summary["efficiency"]
         table.add_row(
@@ -148,16 +151,17 @@ def show_table(summaries: list[tuple[str, dict[str, Any]]], console: Console) ->
 
 
 def show_comparison(summaries: list[tuple[str, dict[str, Any]]], folder: Path, console: Console) -> None:
-    """How much faster, and that it is the same training: the losses step by step."""
+    """Print the speedup, and how little the losses of the first steps differ."""
     (_, equal), (_, balanced) = summaries
     runs = [report.read_run(folder / name) for name, _ in summaries]
-    both = np.intersect1d(*(run.step_S[run.step_S <= SAME_STEPS] for run in runs))  # long runs do not keep all steps
+    both = np.intersect1d(*(run.step_S[run.step_S <= SAME_STEPS] for run in runs))  # long histories are thinned
     losses = [run.loss_S[np.isin(run.step_S, both)] for run in runs]
-    apart = float(np.max(np.abs(losses[0] - losses[1])))
-    faster = balanced["samples_per_s"] / equal["samples_per_s"]
-    told = f"balanced is {faster:.2f}x as fast, and the same training: over the first {len(losses[0])} steps"
-    console.print(f"{told}\nthe losses of the two differ by {apart:.0e} at most.", highlight=False)
+    difference = float(np.max(np.abs(losses[0] - losses[1])))
+    speedup = balanced["samples_per_s"] / equal["samples_per_s"]
+    message = f"balanced is {speedup:.2f}x as fast as equal, and the same training: over the first"
+    console.print(f"{message}\n{len(both)} steps their losses differ by at most {difference:.0e}.", highlight=False)
 
 
-def show_paths(picture: Path, page: Path, console: Console) -> None:
-    console.print(f"picture: {picture}\nreport:  {page}", soft_wrap=True, highlight=False)
+def show_paths(figure: Path, page: Path, console: Console) -> None:
+    """Print where figure and report are."""
+    console.print(f"figure: {figure}\nreport: {page}", soft_wrap=True, highlight=False)

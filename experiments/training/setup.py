@@ -1,4 +1,4 @@
-"""What the flags of train.py mean: the devices and their speeds, the task, the optimizer, the strategy."""
+"""Build from the flags of train.py: devices and their speeds, task, optimizer, strategy."""
 
 from __future__ import annotations
 
@@ -30,65 +30,67 @@ DEFAULT_SPEEDS = "1,1,0.5,0.25"
 
 
 def are_several(processes: int) -> bool:
-    """Whether this is one of several processes, or what is left of them: the launcher may start again with one."""
+    """Whether the run has several processes, or had: the launcher may restart it with a single one."""
     return processes > 1 or PROCESSES in os.environ
 
 
 def find_devices(config: Config, processes: int = 1) -> tuple[Simulation | None, list[jax.Device]]:
-    """The devices, and their simulated speeds if any: 1, 1, 0.5, 0.25 while nothing about devices is given."""
-    asked = config.workers
-    if asked.trace is not None and asked.speeds is not None:
-        raise ValueError("--trace and --speeds both say how fast the workers are: give one of them.")
+    """Return the simulation, if any, and the devices; without any device flag speeds 1, 1, 0.5, 0.25 are simulated."""
+    flags = config.workers
+    if flags.trace is not None and flags.speeds is not None:
+        raise ValueError("--trace and --speeds both set the speeds of the workers: give one of them.")
     trace = None
-    if asked.trace is not None:
-        trace = read_trace(asked.trace)
-    elif asked.speeds is not None and asked.speeds != "real":
-        trace = constant(numbers("--speeds", asked.speeds))
+    if flags.trace is not None:
+        trace = read_trace(flags.trace)
+    elif flags.speeds is not None and flags.speeds != "real":
+        trace = constant(numbers("--speeds", flags.speeds))
     several = are_several(processes)
-    count = asked.devices if several or trace is None or asked.devices is not None else len(trace(0)[0])
+    count = flags.devices if several or trace is None or flags.devices is not None else len(trace(0)[0])
     by_node = "daso" in (config.method.sync, config.method.strategy)
     devices = devices_of_all(count, spare=int(by_node)) if several else fake_devices(count)
     if several and trace is not None:
         trace = of_survivors(trace, len(devices))
-        trace = _own_part(trace, devices) if by_node else trace
-    silent = not several and asked.devices is None and asked.speeds is None and devices_from_environment() is None
-    if trace is None and silent and devices[0].platform == "cpu":
+        trace = _own_speeds(trace, devices) if by_node else trace
+    unspecified = not several and flags.devices is None and flags.speeds is None and devices_from_environment() is None
+    if trace is None and unspecified and devices[0].platform == "cpu":
         trace = constant(numbers("--speeds", DEFAULT_SPEEDS))
     if trace is None:
         return None, devices
-    least, fixed = LEAST_ROW_TIME_MS / 1e3, asked.row_time
+    least, fixed = LEAST_ROW_TIME_MS / 1e3, flags.row_time
     if fixed is not None and not 0 < fixed < np.inf:
-        raise ValueError(f"--row-time is {fixed}: expected milliseconds above 0.")
+        raise ValueError(f"--row-time is {fixed}: expected a number of milliseconds above 0.")
     return Simulation(trace, row_time=None if fixed is None else fixed / 1e3, least=least), devices
 
 
-def _own_part(trace: Trace, devices: list[jax.Device]) -> Trace:
-    """The speeds of this process's workers, for a sync that plans by node."""
+def _own_speeds(trace: Trace, devices: list[jax.Device]) -> Trace:
+    """Restrict the trace to the workers of this process, for a sync that plans per node."""
     own = [i for i, device in enumerate(devices) if device.process_index == jax.process_index()]
     if len(trace(0)[0]) != len(devices):
         raise ValueError(
-            f"Speeds were given for {len(trace(0)[0])} workers, but there are {len(devices)}: give one speed each."
+            f"Speeds were given for {len(trace(0)[0])} workers, but there are {len(devices)}: "
+            "give one speed per worker."
         )
     return lambda step: (trace(step)[0][own], trace(step)[1][own])
 
 
 def make_task_of(config: Config) -> Task:
-    asked, options = config.model, model_options(config)
-    augment = asked.augment or ("none" if asked.model in ("mlp", "transformer") else "shift")
+    """Return the task: data, model and loss."""
+    flags, options = config.model, model_options(config)
+    augment = flags.augment or ("none" if flags.model in ("mlp", "transformer") else "shift")
     return make_task(
         config.data.dataset,
-        asked.model,
+        flags.model,
         seed=config.output.seed,
-        norm=asked.norm,
+        norm=flags.norm,
         augment=augment,
-        dtype=asked.dtype,
+        dtype=flags.dtype,
         **options,
     )
 
 
 def check_flags(config: Config) -> None:
-    """Refuse numbers that make no sense, and a folder that is none, before anything is made of them."""
-    data, learns = config.data, config.optimizer
+    """Check numbers and the run folder before anything is built."""
+    data, optimizer = config.data, config.optimizer
     for flag, value, least, most in (
         ("--batch-size", data.batch_size, 1, MOST_SAMPLES),
         ("--steps", data.steps, 1, MOST_STEPS),
@@ -97,131 +99,133 @@ def check_flags(config: Config) -> None:
         ("--seed", config.output.seed, 0, MOST_SEED),
         ("--save-steps", config.output.save_steps, 1, None),
         ("--keep", config.output.keep, 1, None),
-        ("--max-skips", learns.max_skips, 1, None),
+        ("--max-skips", optimizer.max_skips, 1, None),
     ):
         if value is not None:
             whole(flag, value, least, most)
     for flag, value, limit in (
-        ("--learning-rate", learns.learning_rate, {"least": 0}),
-        ("--weight-decay", learns.weight_decay, {"least": 0}),
-        ("--clip", learns.clip, {"above": 0}),
-        ("--ema", learns.ema, {"least": 0}),
+        ("--learning-rate", optimizer.learning_rate, {"least": 0}),
+        ("--weight-decay", optimizer.weight_decay, {"least": 0}),
+        ("--clip", optimizer.clip, {"above": 0}),
+        ("--ema", optimizer.ema, {"least": 0}),
         ("--dropout", config.model.dropout, {"least": 0}),
     ):
         if value is not None:
             number(flag, value, **limit)
     if config.folder.exists() and not config.folder.is_dir():
-        raise ValueError(f"--out is {config.folder}, which is a file: expected a folder, or a name for a new one.")
+        raise ValueError(f"--out is {config.folder}, which is a file: expected a folder, or the name of a new one.")
 
 
 def duration(config: Config) -> tuple[int | None, int]:
-    """Steps if they were given, and epochs."""
+    """Return the steps, or None where the epochs count, and the epochs."""
     steps, epochs = config.data.steps, config.data.epochs
     if steps is not None and epochs is not None:
-        raise ValueError(f"--steps {steps} and --epochs {epochs} both say how long to train: give one of them.")
+        raise ValueError(f"--steps {steps} and --epochs {epochs} both set the length of the run: give one of them.")
     return steps, epochs or DEFAULT_EPOCHS
 
 
 def length(config: Config) -> str:
-    """How long to train, as the flag that says it."""
+    """Return the length of the run as a flag."""
     steps, epochs = duration(config)
     return f"--epochs {epochs}" if steps is None else f"--steps {steps}"
 
 
 def total_steps(config: Config, samples: int) -> int:
-    """The steps of the whole training; the optimizer counts them in 32 bits."""
+    """Return the total number of steps; optimizers count them in 32 bits."""
     steps, epochs = duration(config)
     return whole("The number of steps", steps or -(-samples // config.data.batch_size) * epochs, 1, MOST_STEPS)
 
 
 def optimizer(config: Config, steps: int, *, scheduled: bool = True) -> optax.GradientTransformation:
-    """`scheduled`: not for a sync that follows the schedule by itself (see `schedule`)."""
-    asked, rate = config.optimizer, learning_rate(config)
+    """Return the optimizer; not `scheduled` for a sync that applies the schedule itself (see `rate_factor`)."""
+    flags, rate = config.optimizer, learning_rate(config)
     schedule: Any = rate
-    if asked.schedule == "cosine" and scheduled:
+    if flags.schedule == "cosine" and scheduled:
         schedule = optax.warmup_cosine_decay_schedule(0.0, rate, max(1, steps // 10), max(2, steps))
     make = {
-        "adamw": lambda: optax.adamw(schedule, weight_decay=asked.weight_decay),
+        "adamw": lambda: optax.adamw(schedule, weight_decay=flags.weight_decay),
         "adam": lambda: optax.adam(schedule),
         "sgd": lambda: optax.sgd(schedule, momentum=0.9),
-        "lion": lambda: optax.lion(schedule, weight_decay=asked.weight_decay),
-    }[asked.optimizer]
-    return make() if asked.clip is None else optax.chain(optax.clip_by_global_norm(asked.clip), make())
+        "lion": lambda: optax.lion(schedule, weight_decay=flags.weight_decay),
+    }[flags.optimizer]
+    return make() if flags.clip is None else optax.chain(optax.clip_by_global_norm(flags.clip), make())
 
 
-def schedule(config: Config, steps: int) -> Callable[[float], float] | None:
-    """The optimizer's schedule as a factor on the rate by step, for syncs whose updates are no steps."""
+def rate_factor(config: Config, steps: int) -> Callable[[float], float] | None:
+    """Return the schedule as a factor on the learning rate by step, for syncs that count updates, not steps."""
     if config.optimizer.schedule == "constant":
         return None
-    rise, end = max(1, steps // 10), max(2, steps)
+    warmup, end = max(1, steps // 10), max(2, steps)
 
     def factor(step: float) -> float:
-        if step < rise:
-            return step / rise
-        return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - rise) / max(1, end - rise))))
+        if step < warmup:
+            return step / warmup
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, end - warmup))))
 
     return factor
 
 
 def scheduled_sync(config: Config, chosen: Choice, steps: int) -> Sync:
-    """The sync, which follows the schedule by itself where its updates are no steps."""
+    """Return the sync, with the schedule set if it counts updates, not steps."""
     if not chosen.sync.stepped:
-        chosen.sync.schedule = schedule(config, steps)
+        chosen.sync.schedule = rate_factor(config, steps)
     return chosen.sync
 
 
 def method(config: Config, processes: int = 1) -> dict[str, Any]:
-    asked, several = config.method, are_several(processes)
-    every = asked.every if asked.every in (None, "epoch") else whole_numbers("--every", asked.every)[0]
-    axes = {axis: getattr(asked, axis) for axis in ("controller", "partition", "sync", "engine", "faithful")}
-    options = {name: getattr(asked, name) for name in ("mix_every", "topology", "matcha_budget")}
+    """Return the arguments of `hetjax.presets.choose`."""
+    flags, several = config.method, are_several(processes)
+    every = flags.every if flags.every in (None, "epoch") else whole_numbers("--every", flags.every)[0]
+    axes = {axis: getattr(flags, axis) for axis in ("controller", "partition", "sync", "engine", "faithful")}
+    options = {name: getattr(flags, name) for name in ("mix_every", "topology", "matcha_budget")}
     options |= {name: getattr(config.hierarchy, name) for name in ("max_skip", "blend")}
-    name, without = ("nodes", "a process is a node") if several else ("between", "there is one process")
+    name, reason = ("nodes", "each process is a node") if several else ("between", "there is only one process")
     if (given := getattr(config.hierarchy, name)) is not None and not config.output.resume:
-        raise ValueError(f"--{name} {given} says nothing where {without}: leave it out.")
+        raise ValueError(f"--{name} {given} has no effect because {reason}: omit it.")
     if several:
         options["between"] = config.hierarchy.between
     else:
         sizes = whole_numbers("--nodes", config.hierarchy.nodes)
         options["nodes"] = sizes[0] if sizes is not None and len(sizes) == 1 else sizes
-    alone = config.asynchronous
+    asynchronous = config.asynchronous
     names = ("staleness_bound", "rate_cap", "dead_zone", "mega_batch", "replay")
-    options |= {name: getattr(alone, name) for name in names}
-    options["scale_rate"] = None if alone.scale_rate is None else alone.scale_rate == "on"
-    options["batches"] = whole_numbers("--batches", alone.batches)
-    options["smallest"] = whole_numbers("--smallest-batch", alone.smallest_batch)
-    return {"strategy": asked.strategy, "every": every, "sync_options": options, **axes}
+    options |= {name: getattr(asynchronous, name) for name in names}
+    options["scale_rate"] = None if asynchronous.scale_rate is None else asynchronous.scale_rate == "on"
+    options["batches"] = whole_numbers("--batches", asynchronous.batches)
+    options["smallest"] = whole_numbers("--smallest-batch", asynchronous.smallest_batch)
+    return {"strategy": flags.strategy, "every": every, "sync_options": options, **axes}
 
 
 def numbers(flag: str, text: str) -> list[float]:
+    """Parse comma-separated numbers."""
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"{flag} is {text!r}: expected numbers with commas between, such as 1,1,0.5.") from None
+        raise ValueError(f"{flag} is {text!r}: expected comma-separated numbers such as 1,1,0.5.") from None
 
 
 def whole_numbers(flag: str, text: str | None) -> Any:
+    """Parse comma-separated integers; None stays None."""
     if text is None:
         return None
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"{flag} is {text!r}: expected whole numbers with commas between, such as 128,64.") from None
+        raise ValueError(f"{flag} is {text!r}: expected comma-separated integers such as 128,64.") from None
 
 
 def learning_rate(config: Config) -> float:
-    """As given, or what suits the model with Adam."""
+    """Return the given learning rate, or the model's default for Adam."""
     given = config.optimizer.learning_rate
     return given if given is not None else LEARNING_RATES[config.model.model]
 
 
 def model_options(config: Config) -> dict[str, Any]:
-    """The options of the model's constructor that flags stand for."""
-    asked, options = config.model, dict[str, Any]()
-    if asked.width is not None:
-        wide = asked.width
-        options |= {"mlp": {"hidden": (wide, wide)}, "cnn": {"widths": (wide, 2 * wide)}}.get(
-            asked.model, {"width": wide}
+    """Return the options of the model's constructor given by the flags."""
+    flags, options = config.model, dict[str, Any]()
+    if (width := flags.width) is not None:
+        options |= {"mlp": {"hidden": (width, width)}, "cnn": {"widths": (width, 2 * width)}}.get(
+            flags.model, {"width": width}
         )
-    dropout = asked.dropout if asked.dropout is not None else DROPOUTS.get(asked.model)
+    dropout = flags.dropout if flags.dropout is not None else DROPOUTS.get(flags.model)
     return options if dropout is None else {**options, "dropout": dropout}

@@ -1,4 +1,4 @@
-"""A folder changes hands: what an earlier run left in it stays until the new one has shown that it can train."""
+"""Take over a run folder: lock it, and replace an earlier run only once the new one has finished a step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _REPLACED = "replaced_checkpoints"
 
 @contextmanager
 def sole_use(folder: Path) -> Iterator[None]:
-    """No other run writes to the folder meanwhile. The first process, which writes, locks it; all hear of a refusal."""
+    """Lock the folder against other runs: process 0, which writes, holds the lock; all processes raise on failure."""
     lock, refusal = checkpoint.FolderLock(folder), None
     try:
         if jax.process_index() == 0:
@@ -38,11 +38,10 @@ def sole_use(folder: Path) -> Iterator[None]:
 
 
 class Takeover:
-    """A hook of `fit`, before all others: at the first finished step it removes what a resumed run would go by of the
-    runs in `replaces`, and then writes the new configuration.
+    """A hook for `fit`, before all others, that replaces earlier runs at the first finished step.
 
-    Whatever goes wrong before leaves checkpoints, summary and configuration of the earlier run as they were. A program
-    that dies in between leaves an old configuration, from which a run that is started again takes nothing.
+    It removes checkpoints and summaries of the runs in `replaces`, then writes the new configuration. A failure before
+    leaves the earlier run as it was. A crash in between leaves an old configuration, which a restarted run ignores.
     """
 
     def __init__(self, config: Config, folder: Path, replaces: Sequence[Path], partition: str | Blocks):
@@ -54,26 +53,26 @@ class Takeover:
         self.now()
 
     def now(self) -> None:
-        """The folder is the new run's, if it was not yet."""
+        """Take over the folder, once."""
         if self.done:
             return
         self.done = True
         if jax.process_index() != 0:
             return
         for folder in self.replaces:
-            forget(folder)
+            remove_resumable(folder)
         partitions.keep(self.config, self.folder, self.partition)
         for folder in dict.fromkeys((self.config.folder, self.folder)):
             output.write_config(self.config, folder)
 
     def last_checkpoint(self) -> str:
-        """From where a run that has ended badly can go on; the checkpoints of another run do not count."""
+        """Return a sentence that names the last checkpoint of this run; those of an earlier run do not count."""
         own = self.done or self.config.output.resume
         return output.last_checkpoint(self.folder / CHECKPOINTS if own else None)
 
 
-def forget(folder: Path) -> None:
-    """Remove what a resumed run would go by; where the folder cannot be changed, nothing."""
+def remove_resumable(folder: Path) -> None:
+    """Remove checkpoints and summary; the rename fails first if the folder is not writable."""
     replaced = folder / _REPLACED
     if (folder / CHECKPOINTS).is_dir():
         shutil.rmtree(replaced, ignore_errors=True)

@@ -91,10 +91,11 @@ def geometric_rungs(top: int, quantum: int = 1, ratio: float = 1.1, span: int = 
     At a ratio of 1.1 the padding of a count between two rungs is at most 10% of its rows, 5% on average. Larger rungs
     are rounded up to multiples of 2, 4 or 8, which suit vector units.
     """
-    rungs, size = {-(-top // quantum) * quantum}, float(top)
+    largest = -(-top // quantum) * quantum
+    rungs, size = {largest}, float(top)
     while (size := size / ratio) >= max(top / span, 1):
         step = int(np.lcm(quantum, next(k for k in (8, 4, 2, 1) if size >= 8 * k or k == 1)))
-        rungs.add(-(-int(np.ceil(size)) // step) * step)
+        rungs.add(min(largest, -(-int(np.ceil(size)) // step) * step))
     return sorted(rungs)
 
 

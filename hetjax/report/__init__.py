@@ -1,4 +1,4 @@
-"""Progress, trackers, run report and plots."""
+"""Progress display, trackers, and the report of recorded runs."""
 
 from hetjax.report.display import Display
 from hetjax.report.hooks import Follow, Progress

@@ -1,7 +1,4 @@
-"""What a run looks like while it runs: one live picture in a terminal, plain lines elsewhere.
-
-A bar for work before the first step, such as the cutting of blocks.
-"""
+"""Progress of a run: a live display in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -22,11 +19,18 @@ from hetjax.report.trackers import Row, plain
 
 
 class Display:
-    """A tracker that shows the latest row: progress, loss, speed, and for every worker its count, busy share and time.
+    """A tracker that displays the latest row: progress, loss, throughput, and each worker's count, busy share and time.
 
-    `ideal` is the samples/s that all workers would reach together; without it no efficiency is shown. On a terminal
-    the picture is redrawn a few times a second by a thread of its own, so `log` costs next to nothing. Elsewhere a line
-    is printed for the first and the last step and every `every` seconds between.
+    In a terminal a background thread redraws the display four times a second, so `log` itself is cheap. Elsewhere one
+    line is printed for the first step, for the last step, and every `every` seconds in between.
+
+    Args:
+        steps: number of the last step, for the progress bar and the time left.
+        title: name of the run.
+        ideal: samples/s that all workers together would reach; without it no efficiency is shown.
+        every: seconds between two lines outside a terminal.
+        console: where to print (default: standard output).
+        clock: current time in seconds; replaced in tests.
     """
 
     def __init__(
@@ -50,8 +54,8 @@ class Display:
         self._next_line = 0.0
         self._step = 0
         self._row: dict[str, Any] = {}
-        self._updates: list[int] = []  # of each worker so far, in a run without a barrier
-        self._recent: deque[tuple[int, float]] = deque(maxlen=12)  # samples and seconds of its last rows
+        self._updates: list[int] = []  # updates per worker so far, in asynchronous runs
+        self._recent: deque[tuple[int, float]] = deque(maxlen=12)  # samples and seconds of the last rows of such a run
         self._reason = ""
         self._live: Live | None = None
 
@@ -60,11 +64,11 @@ class Display:
             self._first_step = step
             self._started = self._next_line = self._clock()
         self._step, self._row = step, plain(row)
-        if made := self._row.get("updates"):
-            self._updates = [a + b for a, b in zip(self._updates or [0] * len(made), made, strict=True)]
+        if updates := self._row.get("updates"):
+            self._updates = [a + b for a, b in zip(self._updates or [0] * len(updates), updates, strict=True)]
             self._recent.append((sum(self._row["counts"]), self._row["step_time"]))
             samples, seconds = (sum(part) for part in zip(*self._recent, strict=True))
-            self._row["samples_per_s"] = samples / seconds if seconds else None  # single updates are too few to judge
+            self._row["samples_per_s"] = samples / seconds if seconds else None  # a single row is too noisy
         if self._row.get("changed"):
             self._reason = f"step {step}: {self._row.get('reason') or 'plan changed'}"
         if not self.console.is_terminal:
@@ -73,41 +77,41 @@ class Display:
                 self._next_line = self._clock() + self.every
                 self.console.print(self.line(), soft_wrap=True, highlight=False)
         elif self._live is None:
-            self._live = Live(get_renderable=self.picture, console=self.console, refresh_per_second=4)
+            self._live = Live(get_renderable=self.render, console=self.console, refresh_per_second=4)
             self._live.start()
 
     def summary(self, values: Row) -> None:
         self._stop()
-        known = {name: value for name, value in plain(values).items() if isinstance(value, (int, float))}
-        shown = {
+        numbers = {name: value for name, value in plain(values).items() if isinstance(value, (int, float))}
+        formats = {
             "steps": "{:,} steps",
             "wall_s": "{:.1f} s",
             "samples_per_s": "{:,.0f} samples/s",
             "efficiency": "{:.0%} of the ideal",
             "test_accuracy": "test accuracy {:.4f}",
         }
-        parts = [form.format(known[name]) for name, form in shown.items() if name in known]
-        for name, lists in (("busy", "utilization"), ("updates", "update_share")):  # of a run without a barrier
-            if isinstance(each := values.get(lists), list):
-                parts.append(f"{name} {' '.join(f'{share:.0%}' for share in each[:8])}")
-        told = f"{self.title or 'done'}: {', '.join(parts)}"
-        self.console.print(told, soft_wrap=not self.console.is_terminal, highlight=False)
+        parts = [form.format(numbers[name]) for name, form in formats.items() if name in numbers]
+        for name, key in (("busy", "utilization"), ("updates", "update_share")):  # asynchronous runs
+            if isinstance(share_W := values.get(key), list):
+                parts.append(f"{name} {' '.join(f'{share:.0%}' for share in share_W[:8])}")
+        message = f"{self.title or 'done'}: {', '.join(parts)}"
+        self.console.print(message, soft_wrap=not self.console.is_terminal, highlight=False)
 
     def close(self) -> None:
         self._stop()
 
     def line(self) -> str:
-        """The latest row as one line of text."""
+        """Return the latest row as one line of text."""
         counts = self._row.get("counts") or []
         shown = " ".join(map(str, counts)) if len(counts) <= 8 else f"{min(counts)} to {max(counts)}"
         parts = [self._progress(), *self._numbers(), *([f"counts {shown}"] if counts else [])]
         if self._updates:
             parts.append("busy " + " ".join("–" if share is None else f"{share:.0%}" for share in self._busy()[:8]))
-            parts.append("updates " + " ".join(f"{share:.0%}" for share in self._shares()[:8]))
+            parts.append("updates " + " ".join(f"{share:.0%}" for share in self._update_shares()[:8]))
         return "  ".join(([self.title] if self.title else []) + parts)
 
-    def picture(self) -> RenderableType:
-        """The latest row as a picture that fits the console, 80 columns included."""
+    def render(self) -> RenderableType:
+        """Return the latest row as a rich renderable, at most 80 columns wide and as high as the console."""
         if not self._row:
             return Text("waiting for the first step")
         head = Table.grid(padding=(0, 2))
@@ -115,7 +119,7 @@ class Display:
         head.add_column(width=24)
         head.add_column(no_wrap=True)
         bar = ProgressBar(total=self.steps, completed=self._step, width=24) if self.steps else ""
-        head.add_row(self._progress(), bar, self._left())
+        head.add_row(self._progress(), bar, self._time_left())
         numbers = Text("  ".join(self._numbers()), no_wrap=True, overflow="ellipsis")
         parts: list[RenderableType] = [Text(self.title, style="bold", no_wrap=True)] if self.title else []
         parts += [head, numbers, self._workers()]
@@ -139,22 +143,22 @@ class Display:
             numbers.append(f"staleness {self._row['staleness']:.1f}")
         return numbers
 
-    def _shares(self) -> list[float]:
-        """Of the updates of each worker."""
+    def _update_shares(self) -> list[float]:
+        """Return each worker's share of all updates."""
         total = max(1, sum(self._updates))
-        return [made / total for made in self._updates]
+        return [updates / total for updates in self._updates]
 
     def _busy(self) -> list[float | None]:
-        """The share of the last step that each worker was busy; None where it was not timed."""
+        """Return the fraction of the last step that each worker computed; None where it was not timed."""
         times = self._row.get("times") or [None] * len(self._row.get("counts") or [])
         step_time = self._row.get("step_time") or max((t for t in times if t), default=0)
         return [t / step_time if t is not None and step_time else None for t in times]
 
-    def _left(self) -> str:
-        seen = self._step - (self._first_step or 0)  # steps since the clock was started by the first row
-        if not self.steps or seen < 1:
+    def _time_left(self) -> str:
+        done = self._step - (self._first_step or 0)  # steps since the first row, which started the clock
+        if not self.steps or done < 1:
             return ""
-        seconds = (self._clock() - self._started) / seen * max(0, self.steps - self._step)
+        seconds = (self._clock() - self._started) / done * max(0, self.steps - self._step)
         return f"{int(seconds // 60)}:{int(seconds % 60):02d} left"
 
     def _workers(self) -> Table:
@@ -164,8 +168,8 @@ class Display:
         table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
         for title in ("worker", "count", "busy", "", "time", *(["updates"] if self._updates else [])):
             table.add_column(title, justify="left" if title == "busy" else "right", no_wrap=True)
-        fits = max(1, self.console.height - 7)
-        shown = len(counts) if len(counts) <= fits else fits - 1
+        lines = max(1, self.console.height - 7)
+        shown = len(counts) if len(counts) <= lines else lines - 1
         for worker in range(shown):
             share = busy[worker]
             table.add_row(
@@ -174,7 +178,7 @@ class Display:
                 ProgressBar(total=1, completed=min(1, share or 0), width=36, complete_style=_style(share)),
                 "–" if share is None else f"{share:.0%}",
                 "untimed" if times[worker] is None else _duration(times[worker]),
-                *([f"{self._shares()[worker]:.0%}"] if self._updates else []),
+                *([f"{self._update_shares()[worker]:.0%}"] if self._updates else []),
             )
         if shown < len(counts):
             rest = [share for share in busy[shown:] if share is not None]
@@ -199,7 +203,7 @@ def _style(share: float | None) -> str:
 
 @contextmanager
 def progress_bar(name: str, total: int, console: Console) -> Iterator[Callable[[int], None]]:
-    """A progress bar on a terminal, one line elsewhere; told how many have been done since it was last told."""
+    """Show a progress bar (one line outside a terminal); yields the function that advances it by a number of items."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         task = progress.add_task(name, total=total)

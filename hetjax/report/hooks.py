@@ -1,10 +1,9 @@
-"""Between a training loop and those who watch it: hooks that turn finished steps into rows for trackers."""
+"""Hooks for `Trainer.fit` that pass finished steps to trackers and to the progress display."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import jax
 from rich.console import Console
 
 from hetjax.report.display import Display
@@ -12,11 +11,15 @@ from hetjax.report.trackers import Tracker
 
 
 class Follow:
-    """A hook for `fit` that tells a tracker every finished step.
+    """A hook for `fit` that logs every finished step to a tracker, in process 0 only.
 
-    `seconds` is the time that earlier parts of a resumed run took, `plan_changes` how often the plan changed in them:
-    rows count on from there, like the samples, so that they are right where steps in between are not kept. With
-    several processes only the first one tells.
+    Rows carry running totals, which stay correct when rows in between are thinned out. A resumed run continues the
+    totals of its earlier parts.
+
+    Args:
+        tracker: where the rows go.
+        seconds: training time of the earlier parts.
+        plan_changes: number of plan changes in the earlier parts.
     """
 
     def __init__(self, tracker: Tracker, *, seconds: float = 0.0, plan_changes: int = 0):
@@ -30,7 +33,7 @@ class Follow:
             state: the state after it.
         """
         self.plan_changes += record.changed
-        if jax.process_index() != 0:
+        if not _is_first_process():
             return
         row = record.row()
         row["seconds"] += self.seconds
@@ -75,3 +78,9 @@ class Progress(Follow):
         if history.records and jax.process_index() == 0:
             self.display.summary(history.summary())
         self.display.close()
+
+
+def _is_first_process() -> bool:
+    import jax  # here, because reports are made without JAX
+
+    return jax.process_index() == 0

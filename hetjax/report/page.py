@@ -1,9 +1,4 @@
-"""From run folders to pictures, and one self-contained HTML page that compares them.
-
-One self-contained HTML page that compares runs: a table of summaries, what was configured differently, pictures.
-
-From run folders to pictures: a figure in each folder and one page that compares them.
-"""
+"""The report: a figure in every run folder, and one self-contained HTML page that compares the runs."""
 
 from __future__ import annotations
 
@@ -45,7 +40,7 @@ SUMMARIES = (
     ("updates", "updates", "{:,}"),
     ("update_share", "share of updates per worker", "{:.0%}"),
     ("utilization", "utilization per worker", "{:.0%}"),
-    ("data_wait_share", "waiting for data", "{:.1%}"),
+    ("data_wait_share", "time waiting for data", "{:.1%}"),
     ("overruns", "overruns", "{:,}"),
 )
 
@@ -58,29 +53,29 @@ th, td { padding: .3rem .7rem; border-bottom: 1px solid #ddd; text-align: right;
 th:first-child, td:first-child { text-align: left; font-weight: 600; }
 td.best { background: #E4F3EC; font-weight: 600; }
 img { max-width: 100%; height: auto; }
-.note { color: #B00020; }
+.warning { color: #B00020; }
 .dot { display: inline-block; width: .8em; height: .8em; border-radius: 50%; margin-right: .5em; }
 """
 
 
-def comparison_page(runs: Sequence[RecordedRun], pictures: Sequence[bytes]) -> str:
-    """The page as one text, with the SVG picture of each run inside: nothing is loaded from elsewhere."""
+def comparison_page(runs: Sequence[RecordedRun], figures: Sequence[bytes]) -> str:
+    """Return the HTML page, with the SVG figure of each run embedded: it loads nothing from elsewhere."""
     title = html.escape("hetjax: " + (runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"))
     parts = [f"<h1>{title}</h1>", "<h2>Summaries</h2>", _summaries(runs)]
     if len(runs) > 1:
         with style():
-            together = svg_bytes(_together(runs))
-        parts += ["<h2>All runs together</h2>", _image(together, "speed and loss of all runs"), _differences(runs)]
-    for run, picture in zip(runs, pictures, strict=True):
-        parts += [f"<h2>{html.escape(run.name)}</h2>", _image(picture, f"the run {run.name}")]
-        parts += [f'<p class="note">{html.escape(note)}</p>' for note in run.notes]
+            overlay = svg_bytes(_overlay(runs))
+        parts += ["<h2>All runs</h2>", _image(overlay, "throughput and loss of all runs"), _differences(runs)]
+    for run, figure in zip(runs, figures, strict=True):
+        parts += [f"<h2>{html.escape(run.name)}</h2>", _image(figure, f"run {run.name}")]
+        parts += [f'<p class="warning">{html.escape(warning)}</p>' for warning in run.warnings]
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
     start = f'<!DOCTYPE html>\n<html lang="en"><head>{head}<style>{_CSS}</style></head><body>'
     return "\n".join([start, *parts, "</body></html>\n"])
 
 
 def _summaries(runs: Sequence[RecordedRun]) -> str:
-    """Summary keys down, runs across; keys that no run knows are left out, the best of a contest is marked."""
+    """Return the table of summaries, one column per run, with the best speed, efficiency and accuracy highlighted."""
     best = {key: _best(runs, key) for key in ("samples_per_s", "efficiency", "test_accuracy")}
     lines = []
     for key, heading, form in SUMMARIES:
@@ -94,7 +89,7 @@ def _summaries(runs: Sequence[RecordedRun]) -> str:
 
 
 def _table(runs: Sequence[RecordedRun], lines: list[str]) -> str:
-    dots = [f'<span class="dot" style="background:{run_color(place)}"></span>' for place in range(len(runs))]
+    dots = [f'<span class="dot" style="background:{run_color(index)}"></span>' for index in range(len(runs))]
     names = "".join(f"<th>{dot}{html.escape(run.name)}</th>" for dot, run in zip(dots, runs, strict=True))
     return '<div class="wide"><table>\n' + "\n".join([f"<tr><th></th>{names}</tr>", *lines]) + "\n</table></div>"
 
@@ -117,21 +112,21 @@ def _shown(value: Any, form: str) -> str:
 
 
 def _differences(runs: Sequence[RecordedRun]) -> str:
-    """The keys of config.json that the runs do not agree about."""
+    """Return the table of configuration values that differ between the runs."""
     lines = []
     for key in sorted({key for run in runs for key in run.config}):
         values = [json.dumps(run.config[key]) if key in run.config else "–" for run in runs]
         if len(set(values)) > 1:
             cells = "".join(f"<td>{html.escape(value)}</td>" for value in values)
             lines.append(f"<tr><td>{html.escape(key)}</td>{cells}</tr>")
-    return "<h2>Configured differently</h2>\n" + _table(runs, lines) if lines else ""
+    return "<h2>Differences in configuration</h2>\n" + _table(runs, lines) if lines else ""
 
 
-def _together(runs: Sequence[RecordedRun]) -> Figure:
+def _overlay(runs: Sequence[RecordedRun]) -> Figure:
     figure = Figure(figsize=(12, 3.8), layout="constrained")
     speed, loss = figure.subplots(1, 2)
-    for place, run in enumerate(runs):
-        color = run_color(place)
+    for index, run in enumerate(runs):
+        color = run_color(index)
         known = run.full_S & np.isfinite(run.samples_per_s_S)
         curve(speed, run.step_S[known], run.samples_per_s_S[known], color, raw=False)
         known = np.isfinite(run.loss_S) & np.isfinite(run.seconds_S)
@@ -145,28 +140,36 @@ def _together(runs: Sequence[RecordedRun]) -> Figure:
     return figure
 
 
-def _image(svg: bytes, text: str) -> str:
-    """An image of its own, so that the names inside one SVG do not meet those of the next."""
+def _image(svg: bytes, description: str) -> str:
+    """Embed the SVG as an image rather than inline, because element ids of inline SVGs would collide."""
     data = base64.b64encode(svg).decode()
-    return f'<p><img alt="{html.escape(text)}" src="data:image/svg+xml;base64,{data}"></p>'
+    return f'<p><img alt="{html.escape(description)}" src="data:image/svg+xml;base64,{data}"></p>'
 
 
 @dataclass(frozen=True)
 class ReportFiles:
-    """The files that a report wrote."""
+    """Paths of the files written by `report`."""
 
     figures: tuple[Path, ...]
     page: Path
 
 
 def report(*folders: str | Path, page: str | Path | None = None) -> ReportFiles:
-    """Draw `run.png` and `run.svg` in every run's folder and write one HTML page that compares the runs.
+    """Write `run.png` and `run.svg` to every run folder, and one HTML page that compares the runs.
 
-    A folder is a run's own or one with several runs directly below it. The page goes to `page`, or as report.html into
-    the folder given, or into the closest folder that holds all of them.
+    Args:
+        *folders: run folders, or folders with several run folders directly below them.
+        page: path of the page (default: report.html in the given folder, or in the closest common parent of several).
+
+    Returns:
+        The paths of the figures and of the page.
+
+    Raises:
+        ValueError: no folder was given.
+        FileNotFoundError: a folder holds no recorded run.
     """
     if not folders:
-        raise ValueError("Give at least one folder of a run to report on.")
+        raise ValueError("No run folder was given: give at least one folder.")
     found = list(dict.fromkeys(path.resolve() for folder in folders for path in find_runs(folder)))
     common = Path(os.path.commonpath([path.parent for path in found]))
     runs = [read_run(path, str(path.relative_to(common))) for path in found]

@@ -1,4 +1,4 @@
-"""Reads what a run left in its folder, whole or cut short, into arrays for drawing."""
+"""Read a recorded run, complete or cut short, from its folder into arrays."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from hetjax.report.trackers import CONFIG, METRICS, SUMMARY, parse_line
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """One run: S steps on W workers. What is not known is NaN; `notes` says in sentences what was missing or broken."""
+    """One run of S steps on W workers.
+
+    Unknown values are NaN; `warnings` are sentences about what was missing or unreadable.
+    """
 
     folder: Path
     name: str
@@ -27,11 +30,11 @@ class RecordedRun:
     seconds_S: np.ndarray
     samples_S: np.ndarray
     changed_S: np.ndarray
-    updates_SxW: np.ndarray  # of each worker, in a run without a barrier
-    batches_SxW: np.ndarray
+    updates_SxW: np.ndarray  # asynchronous runs only
+    batches_SxW: np.ndarray  # likewise
     summary: dict[str, Any]
     config: dict[str, Any]
-    notes: tuple[str, ...]
+    warnings: tuple[str, ...]
 
     @property
     def steps(self) -> int:
@@ -43,20 +46,20 @@ class RecordedRun:
 
     @property
     def ideal(self) -> float | None:
-        """Samples per second of all workers together, if the summary knows."""
+        """Ideal samples/s of all workers together; None if the summary does not have it."""
         value = self.summary.get("ideal_samples_per_s")
         return float(value) if isinstance(value, (int, float)) and value > 0 else None
 
     @property
     def asynchronous(self) -> bool:
-        """Whether workers made updates of their own, without a barrier between steps."""
+        """Whether workers updated the model on their own, without a barrier between steps."""
         return bool(np.isfinite(self.updates_SxW).any())
 
     @property
     def full_S(self) -> np.ndarray:
-        """The steps with the usual batch (give or take a sample per worker): not the short last one of an epoch.
+        """Mask of the steps with the full batch (up to one sample per worker), without the short last one of an epoch.
 
-        Without a barrier a step is what was finished meanwhile: all of them count.
+        In asynchronous runs all steps count: each covers whatever was finished in its interval.
         """
         if self.asynchronous:
             return np.ones(self.steps, bool)
@@ -65,34 +68,34 @@ class RecordedRun:
 
     @property
     def changes(self) -> np.ndarray:
-        """Indices of the steps with which the plan changed."""
+        """Indices of the steps at which the plan changed."""
         return np.flatnonzero(self.changed_S > 0)
 
 
 def find_runs(folder: str | Path) -> list[Path]:
-    """The folder itself if a run was recorded in it, else the folders directly below it with a run."""
+    """Return the folder itself if it holds a recorded run, otherwise the folders directly below it that do."""
     folder = Path(folder)
     if (folder / METRICS).is_file():
         return [folder]
     below = sorted(path.parent for path in folder.glob(f"*/{METRICS}")) if folder.is_dir() else []
     if not below:
         raise FileNotFoundError(
-            f"There is no {METRICS} in {folder} or in a folder directly below it. Give the folder that a training run "
-            "wrote (its --out)."
+            f"There is no {METRICS} in {folder} or in a folder directly below it. "
+            "Give the --out folder of a training run."
         )
     return below
 
 
 def read_run(folder: str | Path, name: str | None = None) -> RecordedRun:
-    """The run in this folder. A cut-off or broken line costs that line and adds a note, nothing else."""
+    """Read the run in this folder; a truncated or unreadable line costs that line and adds a warning."""
     folder = Path(folder)
     path = folder / METRICS
     if not path.is_file():
-        raise FileNotFoundError(f"There is no file {path}. Give the folder that a training run wrote (its --out).")
-    notes: list[str] = []
-    rows = _rows(path, notes)
-    summary, config = _json(folder / SUMMARY, notes), _json(folder / CONFIG, notes)
-    if "utilisation" in summary:  # as runs before version 0.2 spelled it
+        raise FileNotFoundError(f"There is no file {path}. Give the --out folder of a training run.")
+    warnings: list[str] = []
+    rows = _rows(path, warnings)
+    summary, config = _json(folder / SUMMARY, warnings), _json(folder / CONFIG, warnings)
+    if "utilisation" in summary:  # spelling before version 0.2
         summary["utilization"] = summary.pop("utilisation")
     workers = max((len(row["counts"]) for row in rows if isinstance(row.get("counts"), list)), default=0)
     counts_SxW = _table(rows, "counts", workers)
@@ -100,8 +103,8 @@ def read_run(folder: str | Path, name: str | None = None) -> RecordedRun:
     step_time_S = _column(rows, "step_time")
     batch_S = np.nansum(counts_SxW, axis=1)
     speed_S = _column(rows, "samples_per_s")
-    known = np.isnan(speed_S) & (step_time_S > 0)
-    speed_S[known] = batch_S[known] / step_time_S[known]
+    missing = np.isnan(speed_S) & (step_time_S > 0)
+    speed_S[missing] = batch_S[missing] / step_time_S[missing]
     seconds_S, samples_S = _column(rows, "seconds"), _column(rows, "samples")
     return RecordedRun(
         folder=folder,
@@ -119,40 +122,42 @@ def read_run(folder: str | Path, name: str | None = None) -> RecordedRun:
         batches_SxW=_table(rows, "batches", workers),
         summary=summary,
         config=config,
-        notes=tuple(notes),
+        warnings=tuple(warnings),
     )
 
 
-def _rows(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """One row per step in the order of steps; a step written twice (a resumed run) counts as written last."""
+def _rows(path: Path, warnings: list[str]) -> list[dict[str, Any]]:
+    """Return one row per step, in order; of a step written twice, by a resumed run, the last one counts."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     rows = [parse_line(line) for line in lines]
-    broken = [number for number, row in enumerate(rows, 1) if row is None]
-    if broken == [len(rows)]:
-        notes.append(f"The last line of {path.name} is cut off: the run was killed while writing it.")
-    elif broken:
-        notes.append(f"{len(broken)} of {len(rows)} lines of {path.name} are unreadable (first: line {broken[0]}).")
+    unreadable = [number for number, row in enumerate(rows, 1) if row is None]
+    if unreadable == [len(rows)]:
+        warnings.append(f"The last line of {path.name} is truncated: the run was killed while writing it.")
+    elif unreadable:
+        warnings.append(
+            f"{len(unreadable)} of {len(rows)} lines of {path.name} are unreadable (first: line {unreadable[0]})."
+        )
     by_step = {row["step"]: row for row in rows if row is not None}
     if not by_step:
-        notes.append(f"{path.name} holds no finished step.")
+        warnings.append(f"{path.name} contains no finished step.")
     return [by_step[step] for step in sorted(by_step)]
 
 
-def _json(path: Path, notes: list[str]) -> dict[str, Any]:
+def _json(path: Path, warnings: list[str]) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
             raise ValueError("not an object")
         return content
     except FileNotFoundError:
-        notes.append(f"There is no {path.name}" + (": the run has not finished." if path.name == SUMMARY else "."))
+        warnings.append(f"There is no {path.name}" + (": the run has not finished." if path.name == SUMMARY else "."))
     except (ValueError, OSError, RecursionError) as error:
-        notes.append(f"{path.name} is unreadable ({error}).")
+        warnings.append(f"{path.name} is unreadable ({error}).")
     return {}
 
 
 def _number(value: Any) -> float:
-    """NaN for what is none, or beyond what a picture can show."""
+    """Return the number; NaN for anything else and for numbers too large to draw."""
     return float(value) if isinstance(value, (int, float)) and abs(value) < 1e300 else np.nan
 
 

@@ -1,4 +1,4 @@
-"""Trackers: every step's row and the summary of a run, to files, TensorBoard, Weights & Biases, or several at once."""
+"""Trackers: record one row per step and the summary of a run in files, TensorBoard or Weights & Biases."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Row = Mapping[str, Any]
 
 
 class Tracker(Protocol):
-    """Told what happens; must never change it.
+    """Receives the rows and the summary of a run, and must not modify them.
 
-    Steps count from 1: `step` is the number of steps done. `row` has the other keys of a line of metrics.jsonl.
+    `step` is the number of finished steps, so it starts at 1. `row` holds the other keys of a line of metrics.jsonl.
     """
 
     def log(self, step: int, row: Row) -> None: ...
@@ -30,7 +30,7 @@ class Tracker(Protocol):
 
 
 class Composite:
-    """Several trackers as one, told in the order given."""
+    """Several trackers as one, called in the given order."""
 
     def __init__(self, *trackers: Tracker):
         self.trackers = trackers
@@ -49,7 +49,7 @@ class Composite:
 
 
 def plain(value: Any) -> Any:
-    """The value in JSON's own types: arrays become lists; NaN and infinity, which JSON does not know, become null."""
+    """Return the value in JSON types: arrays become lists; NaN and infinity, which JSON lacks, become null."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -62,7 +62,7 @@ def plain(value: Any) -> Any:
 
 
 def scalars(row: Row, prefix: str = "") -> Iterator[tuple[str, float]]:
-    """The finite numbers of a row by name: lists are numbered by worker, dicts are opened, texts are left out."""
+    """Yield the finite numbers of a row with their names: lists by worker, dicts flattened, text skipped."""
     for key, value in plain(row).items():
         name = f"{prefix}{key}"
         if isinstance(value, dict):
@@ -74,14 +74,14 @@ def scalars(row: Row, prefix: str = "") -> Iterator[tuple[str, float]]:
 
 
 class TensorBoardTracker:
-    """Every number of a row as a scalar; the summary's numbers under summary/ and its texts as one table."""
+    """Writes every number as a TensorBoard scalar, those of the summary under summary/, and its text as a table."""
 
     def __init__(self, folder: str | Path):
         try:
             from tensorboardX import SummaryWriter
         except ImportError as error:
             raise ImportError(
-                f"Writing for TensorBoard needs tensorboardX ({error}). Install the extra: pip install 'hetjax[track]'."
+                f"Writing TensorBoard events needs tensorboardX ({error}): pip install 'hetjax[track]'."
             ) from error
         self._writer = SummaryWriter(str(folder))
         self._step = 0
@@ -104,13 +104,13 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """Sends every number of a row, and the summary. The login and the mode (online, offline) are wandb's own."""
+    """Logs the numbers of every row and the summary to Weights & Biases; login and mode are configured by wandb."""
 
     def __init__(self, project: str, *, name: str | None = None, config: Row | None = None, folder: Path | None = None):
         try:
             import wandb
         except ImportError as error:
-            raise ImportError(f"Sending to Weights & Biases needs its package ({error}): pip install wandb.") from error
+            raise ImportError(f"Logging to Weights & Biases needs its package ({error}): pip install wandb.") from error
         self._run: Any = wandb.init(project=project, name=name, config=plain(config or {}), dir=folder)
 
     def log(self, step: int, row: Row) -> None:
@@ -129,20 +129,22 @@ CONFIG = "config.json"
 
 
 class JsonlTracker:
-    """Writes a line per step and hands it to the operating system at once: a kill loses at most the line in writing.
+    """Writes one line per step to metrics.jsonl, flushed at once: a kill loses at most the line being written.
 
-    `done` is the number of steps that a resumed run has behind it: their lines are kept, later ones (and a half-written
-    last one) go, because they are about to happen again. 0 starts afresh. What is there already changes with the first
-    row: a run that comes to none leaves that of an earlier one as it was.
+    The files of an earlier run in the folder stay unchanged until the first row.
 
-    Beyond `limit` lines the file is thinned out like a history (see `hetjax.thinning`): it is rewritten whole, and of
-    the further steps only those that are kept are written, and the last one on `close`.
+    Args:
+        folder: the run folder, created if missing.
+        done: number of finished steps of a resumed run: their lines are kept, later and truncated ones removed,
+            because these steps run again. 0 starts a new file.
+        limit: maximum number of lines. Beyond it the file is thinned like a history (see `hetjax.thinning`) and
+            rewritten; of later steps only those kept by the thinning are written, and the last one on `close`.
     """
 
     def __init__(self, folder: str | Path, *, done: int = 0, limit: int = LIMIT):
         self.folder, self._done = Path(folder), done
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / METRICS).open("a").close()  # whether it can be written to is better known now
+        (self.folder / METRICS).open("a").close()  # fails now if the folder is not writable
         self._file: TextIO | None = None
         self._thinning, self._lines, self._last = Thinning(limit), 0, ""
 
@@ -171,13 +173,13 @@ class JsonlTracker:
             self._rewrite()
 
     def _begin(self) -> None:
-        """Open the file, rid of rows of other runs; the summary of an earlier run does not outlive its metrics."""
+        """Open the file without the rows of earlier runs, and remove an earlier summary along with its metrics."""
         if self._file is None:
             self._rewrite(until=self._done)
             (self.folder / SUMMARY).unlink(missing_ok=True)
 
     def _rewrite(self, until: int | None = None) -> None:
-        """Keep what belongs to this run, thinned out if it is too much, and go on behind it."""
+        """Rewrite the file with the rows of this run, thinned if above the limit, and reopen it for appending."""
         if self._file is not None:
             self._file.close()
         path = self.folder / METRICS
@@ -193,14 +195,14 @@ class JsonlTracker:
 
 
 def write_json(path: Path, values: Row) -> None:
-    """Write a small JSON file whole or not at all."""
+    """Write a JSON file atomically."""
     draft = path.with_name(path.name + ".draft")
     draft.write_text(json.dumps(plain(values), indent=2) + "\n", encoding="utf-8")
     os.replace(draft, path)
 
 
 def parse_line(line: str) -> dict[str, Any] | None:
-    """The row in a line of metrics.jsonl, or None where there is none (cut off, or something else)."""
+    """Return the row in a line of metrics.jsonl; None if it is truncated or not a row."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Every named experiment says its command, run time and expected result, and runs: one step of it."""
+"""Every named experiment states its command, run time and expected result, and runs for one step."""
 
 import ast
 import gzip
@@ -9,22 +9,18 @@ import pytest
 import train
 from training import configs
 
-from hetjax.report import ReportFiles
-
 pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("name", configs.names())
-def test_a_config_says_what_to_expect(name):
-    said = ast.get_docstring(ast.parse((configs.CONFIGS / f"{name}.py").read_text()))
+def test_a_config_states_what_to_expect(name):
+    docstring = ast.get_docstring(ast.parse((configs.CONFIGS / f"{name}.py").read_text()))
     for word in ("command   ", "run time  ", "expected  ", f"python experiments/train.py --config {name}"):
-        assert word in said
+        assert word in docstring
 
 
 @pytest.mark.parametrize("name", configs.names())
-def test_a_config_takes_one_step(name, tmp_path, monkeypatch):
-    drawn = ReportFiles((tmp_path / "run.png",), tmp_path / "report.html")
-    monkeypatch.setattr(train.watch, "report", lambda *_, **__: drawn)  # pictures have tests of their own
+def test_a_config_takes_one_step(name, tmp_path, no_figures):
     flags = ["--config", name, "--steps", "1", "--width", "4", "--batch-size", "32", "--out", str(tmp_path / "run")]
     if name == "fashion_mnist":
         flags += ["--dataset", f"idx:{tiny_idx(tmp_path)}"]
@@ -32,18 +28,18 @@ def test_a_config_takes_one_step(name, tmp_path, monkeypatch):
         (tmp_path / "text").write_bytes(b"to be or not to be " * 400)
         flags += ["--dataset", f"text:{tmp_path / 'text'}"]
     if configs.named(name).compares:
-        flags += ["--strategy", "balanced"]  # one run is enough here
+        flags += ["--strategy", "balanced"]  # one run is enough
     if configs.named(name).workers.trace is None:
         flags += ["--devices", "2"]
     assert train.main(flags) == 0
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["steps"] == 1
-    assert 32 - summary["workers"] <= summary["samples"] <= 32  # steps of shards may lack a sample per worker
+    assert 32 - summary["workers"] <= summary["samples"] <= 32  # shards: up to one sample per worker less
     assert np.isfinite(summary["final_loss"])
 
 
 def tiny_idx(folder):
-    """64 images of noise under the names of Fashion-MNIST."""
+    """Write 64 images of noise in the files of Fashion-MNIST."""
     rng = np.random.default_rng(0)
     for split in ("train", "t10k"):
         image, label = rng.integers(0, 256, (64, 28, 28), np.uint8), np.arange(64, dtype=np.uint8) % 10

@@ -1,4 +1,4 @@
-"""The main job on blocks: made from simulated, given or measured rates, read from a file, kept for a resumed run."""
+"""train.py on blocks: cut for simulated, given or measured rates, read from a file, kept by a resumed run."""
 
 import io
 import json
@@ -28,25 +28,25 @@ ROOT = Path(__file__).parents[2]
 TINY = ["--model", "mlp", "--width", "8", "--batch-size", "64"]
 
 
-def blocks_for(folder, *flags, told=None):
-    """What `train.py --partition submodular` with these flags trains on, and keeps after its first step."""
+def blocks_for(folder, *flags, screen=None):
+    """Return the blocks that `train.py --partition submodular` uses with these flags and saves after its first step."""
     config = configs.parse([*TINY, "--partition", "submodular", *flags], configs.Config())
     simulation, devices = setup.find_devices(config)
     task, chosen = setup.make_task_of(config), choose(**setup.method(config))
-    console = Console(file=told or io.StringIO())
+    console = Console(file=screen or io.StringIO())
     blocks = partitions.partition_of(config, chosen, task, devices, simulation, folder, console)
     partitions.keep(config, folder, blocks)
     return blocks
 
 
-def test_a_run_of_rcd_sgd_as_published(tmp_path):
+def test_a_run_of_rcd_sgd_as_published(tmp_path, no_figures):
     flags = ["--strategy", "rcd-sgd", "--faithful", "--steps", "8", "--speeds", "1,0.5", "--row-time", "0.05"]
     assert train.main([*TINY, *flags, "--out", str(tmp_path)]) == 0
     blocks = Blocks.load(tmp_path / "blocks.npz")
     assert (blocks.settings["rule"], blocks.settings["carry"]) == ("min-block", False)
     assert np.abs(read_run(tmp_path).counts_SxW - 64 * blocks.sizes_W / 1438).max() < 2
-    told = json.loads((tmp_path / "summary.json").read_text())
-    assert (told["partition"], told["controller"], told["sync"]) == ("submodular", "static", "decentralized")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["partition"], summary["controller"], summary["sync"]) == ("submodular", "static", "decentralized")
 
 
 def test_blocks_follow_the_simulated_speeds_and_a_resumed_run_keeps_them(tmp_path):
@@ -55,22 +55,22 @@ def test_blocks_follow_the_simulated_speeds_and_a_resumed_run_keeps_them(tmp_pat
     assert blocks.sizes_W.tolist() == [523, 523, 261, 131]
     assert blocks.settings["rule"] == "parts"
     blocks.with_settings(mark="kept").save(tmp_path / "blocks.npz")
-    told = io.StringIO()
-    assert blocks_for(tmp_path, *flags, "--resume", told=told).settings["mark"] == "kept"
+    screen = io.StringIO()
+    assert blocks_for(tmp_path, *flags, "--resume", screen=screen).settings["mark"] == "kept"
     assert "mark" not in blocks_for(tmp_path, *flags, "--objective", "graph-cut", "--resume").settings
-    assert told.getvalue() == ""
+    assert screen.getvalue() == ""
 
 
 def test_a_resumed_run_moves_few_samples_to_its_new_rates(tmp_path):
-    flags, told = ["--resume", "--out", str(tmp_path)], io.StringIO()
-    old = blocks_for(tmp_path, "--speeds", "1,1,0.5,0.25", told=told)
-    assert "1438/1438" in told.getvalue()  # the bar
-    found = blocks_for(tmp_path, *flags, "--speeds", "1,0.5,0.5,0.25", told=told)
+    flags, screen = ["--resume", "--out", str(tmp_path)], io.StringIO()
+    old = blocks_for(tmp_path, "--speeds", "1,1,0.5,0.25", screen=screen)
+    assert "1438/1438" in screen.getvalue()  # the progress bar
+    found = blocks_for(tmp_path, *flags, "--speeds", "1,0.5,0.5,0.25", screen=screen)
     expected = recut(old, read_features(load("digits")), [1, 0.5, 0.5, 0.25])
     assert np.array_equal(found.owner_D, expected.blocks.owner_D)
-    assert expected.summary in told.getvalue()
+    assert expected.summary in screen.getvalue()
     assert np.array_equal(Blocks.load(tmp_path / "blocks.npz").owner_D, found.owner_D)
-    fewer = blocks_for(tmp_path, *flags, "--speeds", "2,1")  # nobody who stays loses a sample
+    fewer = blocks_for(tmp_path, *flags, "--speeds", "2,1")  # remaining workers lose no sample
     assert fewer.workers == 2
     assert np.array_equal(fewer.owner_D[found.owner_D < 2], found.owner_D[found.owner_D < 2])
     more = blocks_for(tmp_path, *flags, "--speeds", "2,1,1")
@@ -79,7 +79,7 @@ def test_a_resumed_run_moves_few_samples_to_its_new_rates(tmp_path):
 
 
 def test_survivors_of_an_elastic_run_keep_their_blocks(tmp_path, monkeypatch):
-    """Process 1 of 3 is lost: rates and blocks of 0 and 2 stay theirs, also those of a file."""
+    """Process 1 of 3 is lost: 0 and 2 keep their rates and blocks, also with blocks from a file."""
     file = str(tmp_path / "file")
     for source in (["--rates", "4,2,1"], ["--speeds", "4,2,1"], ["--blocks", file]):
         folder = tmp_path / source[0]
@@ -107,33 +107,36 @@ def test_a_resumed_run_does_not_measure_the_same_workers_again(tmp_path, monkeyp
     [
         (
             ["--rates", "2,1"],
-            "--rates: for the blocks of --partition submodular, and this run has the partition 'global'",
+            "--rates: only for --partition submodular, but this run has the partition 'global'",
         ),
-        (["--strategy", "dbs", "--blocks", "b.npz"], "--blocks: for the blocks"),
-        (["--strategy", "balanced", "--objective", "graph-cut", "--features", "raw"], "--objective, --features: for"),
-        (["--strategy", "rcd-sgd", "--blocks", "b.npz", "--rates", "2,1"], "--rates: says how to cut blocks"),
+        (["--strategy", "dbs", "--blocks", "b.npz"], "--blocks: only for --partition submodular"),
+        (
+            ["--strategy", "balanced", "--objective", "graph-cut", "--features", "raw"],
+            "--objective, --features: only for",
+        ),
+        (["--strategy", "rcd-sgd", "--blocks", "b.npz", "--rates", "2,1"], "--rates: describes how to cut blocks"),
         (["--partition", "submodular", "--rates", "2,1", "--speeds", "1,1,1"], "2 rates for 3 workers"),
     ],
 )
-def test_flags_that_would_do_nothing_are_refused(flags, sentence, tmp_path, capsys):
+def test_flags_without_effect_are_rejected(flags, sentence, tmp_path, capsys):
     assert train.main([*TINY, *flags, "--out", str(tmp_path / "run")]) == 2
     assert sentence in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
-def test_two_processes_train_on_the_blocks_of_the_first_as_one_process_does(tmp_path, monkeypatch):
+def test_two_processes_train_on_the_blocks_of_the_first_as_one_process_does(tmp_path, monkeypatch, no_figures):
     (tmp_path / "of_first.py").write_text(
         "import jax\ndef pixels(batch):\n    assert jax.process_index() == 0\n    return batch['image']\n"
     )
     flags = [*TINY, "--strategy", "rcd-sgd", "--rates", "3,1", "--features", "of_first:pixels", "--steps", "4"]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "TMPDIR": str(tmp_path)}
-    environment["XLA_FLAGS"] = quick_compiles.FLAGS  # without the tests' own eight devices
+    environment["XLA_FLAGS"] = quick_compiles.FLAGS  # one device per process
     program = [str(ROOT / "experiments" / "train.py"), *flags, "--out", str(tmp_path / "two")]
-    told = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-m", "hetjax", "launch", "--processes", "2", "--", *program],
         env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=150,
     )  # fmt: skip
-    assert told.returncode == 0, told.stdout + told.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     monkeypatch.syspath_prepend(str(tmp_path))
     assert train.main([*flags, "--devices", "2", "--out", str(tmp_path / "one")]) == 0
     owners = [Blocks.load(tmp_path / run / "blocks.npz").owner_D for run in ("one", "two")]
@@ -155,7 +158,7 @@ def test_rates_are_given_or_measured(tmp_path):
     np.testing.assert_allclose(rates_W * 20, np.round(rates_W * 20))
 
 
-def test_blocks_from_a_file_and_no_blocks_at_all(tmp_path):
+def test_blocks_from_a_file_and_a_partition_without_blocks(tmp_path):
     mine = Blocks(np.arange(1438) % 3 % 2, np.zeros(1438), [2, 1])
     mine.save(tmp_path / "mine.npz")
     found = blocks_for(tmp_path, "--devices", "2", "--blocks", str(tmp_path / "mine.npz"))
@@ -168,7 +171,7 @@ def test_blocks_from_a_file_and_no_blocks_at_all(tmp_path):
     assert name == "proportional"
 
 
-def test_without_a_method_blocks_are_one_run_and_not_a_comparison():
+def test_blocks_without_a_strategy_are_a_single_run():
     assert not configs.parse(["--partition", "submodular"], configs.Config()).compares
     with pytest.raises(ValueError, match="a fixed block"):
         choose("balanced", partition="submodular")

@@ -1,4 +1,4 @@
-"""What the main job keeps and where: stopped, damaged, NaN; nothing unpickled, nothing written elsewhere."""
+"""Checkpoints of train.py: stopped, damaged, extended and NaN runs; nothing unpickled, nothing written elsewhere."""
 
 import json
 import os
@@ -22,14 +22,14 @@ from hetjax.report import read_run
 from hetjax.sampling.order import Sampler
 from hetjax.thinning import Thinning
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_figures")]
 
 SAMPLES, BATCH = 143, 30  # five steps an epoch
 
 
 @pytest.fixture
 def tiny(tmp_path):
-    """Flags of a tiny problem; `poisoned` may name a sample whose gradient is infinite."""
+    """Flags of a tiny problem; `poisoned` is the index of a sample with an infinite gradient."""
 
     def flags(poisoned=None):
         rng = np.random.default_rng(0)
@@ -48,7 +48,7 @@ def tiny(tmp_path):
 
 @pytest.fixture
 def numbered_samples(monkeypatch):
-    """Every row of the metrics tells which samples were computed."""
+    """Record in every row of the metrics which samples were computed."""
     make = setup.make_task_of
 
     def telling_task(config):
@@ -61,15 +61,15 @@ def numbered_samples(monkeypatch):
 
 @pytest.fixture
 def end_in_step(monkeypatch):
-    """SIGTERM comes when the rows of so many steps are written; with None it does not."""
-    tell, when = report.Follow.__call__, [None]
+    """Send SIGTERM once the row of the given step is written; None: never."""
+    follow, when = report.Follow.__call__, [None]
 
-    def told(self, record, state):
-        tell(self, record, state)
+    def follow_and_stop(self, record, state):
+        follow(self, record, state)
         if record.step == when[0] and isinstance(self.tracker, report.Composite):
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(report.Follow, "__call__", told)
+    monkeypatch.setattr(report.Follow, "__call__", follow_and_stop)
     return lambda step: when.__setitem__(0, step)
 
 
@@ -92,16 +92,16 @@ def test_stopped_inside_an_epoch_of_shards_and_resumed_on_other_workers(
     (stopped,) = steps_saved(tmp_path)
     assert 7 <= stopped <= 9
     assert train.main(["--resume", "--out", str(tmp_path), "--devices", "2", "--save-steps", "2", "--keep", "3"]) == 0
-    told = rows(tmp_path)
-    assert [row["step"] for row in told] == list(range(1, 16))
-    assert [len(row["counts"]) for row in told] == [3] * stopped + [2] * (15 - stopped)
-    assert check_epochs([(row["metrics"], sum(row["counts"])) for row in told], SAMPLES) == 3
+    written = rows(tmp_path)
+    assert [row["step"] for row in written] == list(range(1, 16))
+    assert [len(row["counts"]) for row in written] == [3] * stopped + [2] * (15 - stopped)
+    assert check_epochs([(row["metrics"], sum(row["counts"])) for row in written], SAMPLES) == 3
     assert steps_saved(tmp_path) == [12, 14, 15]
     run_json = json.loads((tmp_path / "checkpoints" / "step_00000015" / "run.json").read_text())
     assert run_json["extra"]["config"] == json.loads((tmp_path / "config.json").read_text())
 
 
-def test_the_one_before_a_damaged_checkpoint_is_resumed_from_with_a_warning(tmp_path, tiny, end_in_step, capsys):
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, tiny, end_in_step, capsys):
     flags = [*tiny(), "--devices", "2", "--epochs", "2", "--strategy", "equal", "--save-steps", "2"]
     assert train.main([*flags, "--out", str(tmp_path / "whole")]) == 0
     end_in_step(5)
@@ -113,29 +113,29 @@ def test_the_one_before_a_damaged_checkpoint_is_resumed_from_with_a_warning(tmp_
     victim.write_bytes(victim.read_bytes().replace(b'"cursor": ', b'"cursor": 1', 1))
     capsys.readouterr()
     assert train.main(["--resume", "--out", str(folder), "--devices", "1"]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "run.json has changed since it was written" in told
-    assert f"goes on after step {before}" in told
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "run.json has changed since it was written" in printed
+    assert f"resuming after step {before}" in printed
     np.testing.assert_allclose(read_run(folder).loss_S, read_run(tmp_path / "whole").loss_S, rtol=1e-4)
 
 
 def test_a_second_run_in_the_same_folder_is_refused_and_changes_nothing(tmp_path, tiny, monkeypatch):
-    """Also one that compares, whose runs have folders of their own in it, and one of several processes."""
+    """Also a comparison, whose runs have subfolders, and a run of several processes."""
     flags = [*tiny(), "--devices", "1", "--steps", "4", "--out", str(tmp_path / "run")]
     several = ["-m", "hetjax", "launch", "--processes", "2", "--"]
-    second, tell = [], report.Follow.__call__
+    second, follow = [], report.Follow.__call__
 
-    def told(self, record, state):
-        tell(self, record, state)
+    def follow_and_start_others(self, record, state):
+        follow(self, record, state)
         if record.step == 2:
             before = sorted(tmp_path.rglob("*"))
             environment = os.environ | {"PYTHONPATH": str(Path(checkpoint.__file__).parents[2])}
-            for way, more in (([], ["--strategy", "balanced"]), ([], []), (several, ["--strategy", "equal"])):
-                command = [sys.executable, *way, train.__file__, *flags, *more]
+            for launch, more in (([], ["--strategy", "balanced"]), ([], []), (several, ["--strategy", "equal"])):
+                command = [sys.executable, *launch, train.__file__, *flags, *more]
                 second.append(subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120))
             assert sorted(tmp_path.rglob("*")) == before
 
-    monkeypatch.setattr(report.Follow, "__call__", told)
+    monkeypatch.setattr(report.Follow, "__call__", follow_and_start_others)
     assert train.main([*flags, "--strategy", "equal"]) == 0
     for done in second:
         assert done.returncode == 2, done.stderr
@@ -146,8 +146,8 @@ def test_a_second_run_in_the_same_folder_is_refused_and_changes_nothing(tmp_path
 
 
 @pytest.mark.parametrize("length", ["steps", "epochs"])
-def test_a_finished_run_can_be_made_longer(length, tmp_path, tiny, capsys):
-    """Steps and epochs are totals: the longer run is that of a program that was never stopped."""
+def test_a_finished_run_can_be_extended(length, tmp_path, tiny, capsys):
+    """Steps and epochs are totals: the extended run equals an uninterrupted one."""
     flags = [*tiny(), "--devices", "2", "--strategy", "equal", "--schedule", "constant"]
     short, long = {"steps": (4, 12), "epochs": (1, 3)}[length]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -155,38 +155,38 @@ def test_a_finished_run_can_be_made_longer(length, tmp_path, tiny, capsys):
     assert train.main([*flags, f"--{length}", str(short), "--out", str(parts)]) == 0
     resume = ["--resume", "--out", str(parts), "--devices", "2"]
     assert train.main([*resume, f"--{length}", str(long)]) == 0
-    assert "finished already" not in capsys.readouterr().out
+    assert "already finished" not in capsys.readouterr().out
     np.testing.assert_allclose(read_run(parts).loss_S, read_run(whole).loss_S, rtol=1e-5)
-    told = [json.loads((folder / "summary.json").read_text()) for folder in (parts, whole)]
+    extended, uninterrupted = (json.loads((folder / "summary.json").read_text()) for folder in (parts, whole))
     for key in ("steps", "samples", "last_step", "cursor"):
-        assert told[0][key] == told[1][key]
-    for asked in ([], [f"--{length}", str(long)], [f"--{length}", str(short)]):
-        assert train.main([*resume, *asked]) == 0
-        assert "finished already" in capsys.readouterr().out
+        assert extended[key] == uninterrupted[key]
+    for more in ([], [f"--{length}", str(long)], [f"--{length}", str(short)]):
+        assert train.main([*resume, *more]) == 0
+        assert "already finished" in capsys.readouterr().out
 
 
-def test_a_cosine_over_more_steps_than_before_is_named(tmp_path, tiny, capsys):
+def test_extending_a_cosine_schedule_gives_a_warning(tmp_path, tiny, capsys):
     flags = [*tiny(), "--devices", "1", "--strategy", "equal", "--out", str(tmp_path / "run")]
     assert train.main([*flags, "--steps", "2"]) == 0
     assert train.main([*flags, "--steps", "4", "--resume"]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "Steps 1 to 2 followed the cosine schedule of a run of --steps 2" in told
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Steps 1 to 2 followed the cosine schedule for --steps 2" in printed
     assert len(rows(tmp_path / "run")) == 4
 
 
-def test_infinity_stops_the_run_names_step_and_worker_and_keeps_the_last_good_checkpoint(tmp_path, tiny, capsys):
+def test_infinity_stops_the_run_with_step_and_worker_and_keeps_the_last_good_checkpoint(tmp_path, tiny, capsys):
     poisoned = int(Sampler(SAMPLES, BATCH).indices(0, 4 * BATCH - 1, 4 * BATCH)[0])  # the last one of step 4
     folder = tmp_path / "run"
     flags = [*tiny(poisoned), "--devices", "2", "--epochs", "3", "--strategy", "equal", "--save-steps", "3"]
     assert train.main([*flags, "--out", str(folder)]) == 2
-    told = " ".join(capsys.readouterr().err.split())
-    assert "Step 4: the loss or gradient of worker 1 was NaN or infinite" in told
-    assert f"The last checkpoint from before is {folder / 'checkpoints'}/step_00000003." in told
+    error = " ".join(capsys.readouterr().err.split())
+    assert "Step 4: the loss or gradient of worker 1 was NaN or infinite" in error
+    assert f"The last good checkpoint is {folder / 'checkpoints'}/step_00000003." in error
     assert steps_saved(folder) == [3]
     assert train.main(["--resume", "--out", str(folder), "--on-nonfinite", "skip"]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "goes on after step 3" in told
-    assert told.count("its update was skipped") == 3  # once an epoch
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "resuming after step 3" in printed
+    assert printed.count("its update was skipped") == 3  # once an epoch
     assert len(rows(folder)) == 15
 
 
@@ -195,25 +195,25 @@ def test_infinity_in_the_first_step_does_not_name_the_checkpoints_of_an_earlier_
     assert train.main([*tiny(), *flags]) == 0
     poisoned = int(Sampler(SAMPLES, BATCH).indices(0, 0, 1)[0])
     assert train.main([*tiny(poisoned), *flags]) == 2
-    assert "There is no checkpoint from before." in " ".join(capsys.readouterr().err.split())
+    assert "There is no earlier checkpoint." in " ".join(capsys.readouterr().err.split())
     assert steps_saved(tmp_path / "run") == [2]
 
 
-def test_a_folder_that_cannot_be_written_to_is_a_sentence(tmp_path, tiny, capsys):
+def test_an_unwritable_checkpoint_folder_is_a_user_error(tmp_path, tiny, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "checkpoints").write_text("in the way")
     assert (
         train.main([*tiny(), "--devices", "1", "--steps", "1", "--strategy", "equal", "--out", str(tmp_path / "run")])
         == 2
     )
-    told = capsys.readouterr().err
-    assert "Checkpoints cannot be written to" in told
-    assert "Traceback" not in told
+    error = capsys.readouterr().err
+    assert "Checkpoints cannot be written to" in error
+    assert "Traceback" not in error
 
 
 @pytest.fixture
 def events():
-    """What Python's audit hooks see while the test runs: (event, argument); hooks cannot be taken away again."""
+    """Audit events (name, arguments) during the test; Python cannot remove an audit hook again."""
     seen, listening = [], [True]
 
     def hook(event, arguments):
@@ -226,19 +226,20 @@ def events():
 
 
 def changes_a_path(event, arguments):
-    """Whether something is written, made, renamed or removed there; names within an open folder say nothing new."""
+    """Whether the event writes, creates, renames or removes a path; names relative to an open folder do not count."""
     if event == "open":
         return bool((arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
     return event != "pickle.find_class" and os.path.isabs(arguments[0])
 
 
-def test_a_run_unpickles_nothing_and_writes_only_where_it_was_told(tmp_path, tiny, events, monkeypatch):
+def test_a_run_unpickles_nothing_and_writes_only_to_its_folder(tmp_path, tiny, events, monkeypatch):
     for name in ("elsewhere", "home", "tmp", "run"):
         (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
-    monkeypatch.delenv(PROGRAMS, raising=False)  # the one place from which programs are loaded, where it is given
+    monkeypatch.setattr(report, "report", report.page.report)  # draw the figures too
+    monkeypatch.delenv(PROGRAMS, raising=False)  # the program store, which is pickled, is optional
     flags = [*tiny(), "--devices", "1", "--strategy", "equal", "--engine", "masked", "--save-steps", "2"]
     events.clear()
     assert train.main([*flags, "--steps", "3", "--out", str(tmp_path / "run")]) == 0
@@ -253,14 +254,14 @@ def test_a_run_unpickles_nothing_and_writes_only_where_it_was_told(tmp_path, tin
         assert not list((tmp_path / name).iterdir())
 
 
-def test_what_a_run_came_to_does_not_depend_on_which_rows_are_kept(tmp_path, tiny, end_in_step, monkeypatch):
-    """Stopped, resumed and with room for four rows: steps, samples, seconds and plan changes are of the whole run."""
+def test_the_summary_does_not_depend_on_thinning(tmp_path, tiny, end_in_step, monkeypatch):
+    """Stopped, resumed and thinned to four rows, its totals are those of the whole run."""
     monkeypatch.setattr(Thinning.__init__, "__defaults__", (4,))
     monkeypatch.setattr(report, "JsonlTracker", partial(report.JsonlTracker, limit=4))
-    made, turns = Equal.plan, iter(range(100))
+    plan, calls = Equal.plan, iter(range(100))
 
     def changing(self, batch, limits, epoch=0):
-        return replace(made(self, batch, limits, epoch), changed=next(turns) % 2 == 1)
+        return replace(plan(self, batch, limits, epoch), changed=next(calls) % 2 == 1)
 
     monkeypatch.setattr(Equal, "plan", changing)
     folder = tmp_path / "run"
@@ -275,7 +276,7 @@ def test_what_a_run_came_to_does_not_depend_on_which_rows_are_kept(tmp_path, tin
     assert (kept[0], kept[-1]) == (1, 12)
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["steps"], summary["samples"]) == (12, 2 * SAMPLES + 2 * BATCH)
-    assert summary["plan_changes"] == rows(folder)[-1]["plan_changes"] in (5, 6)  # a plan made ahead may be lost
+    assert summary["plan_changes"] == rows(folder)[-1]["plan_changes"] in (5, 6)  # stopping may drop a plan made ahead
     assert summary["wall_s"] == pytest.approx(rows(folder)[-1]["seconds"])
     assert summary["wall_s"] > before
     assert summary["final_loss"] == pytest.approx(rows(folder)[-1]["loss"])

@@ -37,7 +37,7 @@ def test_elastic_train_continues_after_a_kill_of_process_0(sandbox):
     run.wait_for_restart()
     assert train.main([*flags, "--devices", "1", "--speeds", "real", "--out", str(reference)]) == 0
     assert run.end() == 0, run.err
-    assert any("goes on after step" in line for line in run.out)
+    assert any("resuming after step" in line for line in run.out)
     resumed, uninterrupted = read_run(folder), read_run(reference)
     np.testing.assert_allclose(resumed.loss_S, uninterrupted.loss_S, rtol=1e-4)
     assert resumed.samples_S[-1] == uninterrupted.samples_S[-1] == 6 * 1438 + 6 * 170
@@ -64,7 +64,7 @@ def test_the_remaining_daso_node_continues_after_a_kill(sandbox):
     run.wait_for_restart()
     assert train.main([*flags, "--devices", "2", "--speeds", "real", "--out", str(reference)]) == 0
     assert run.end() == 0, run.err
-    assert any("goes on after step" in line for line in run.out)
+    assert any("resuming after step" in line for line in run.out)
     resumed, uninterrupted = (json.loads((each / "summary.json").read_text()) for each in (folder, reference))
     assert (resumed["steps"], resumed["samples"], resumed["workers"]) == (epochs * 15, epochs * 1438, 1)
     assert resumed["test_loss"] == pytest.approx(uninterrupted["test_loss"], rel=0.15)

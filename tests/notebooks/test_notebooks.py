@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, open in Colab, and keep small outputs."""
+"""The notebooks run top to bottom, link to Colab, and store small outputs."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ FOLDER = Path(__file__).parents[2] / "colab"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
 
-def test_there_are_three():
+def test_the_notebooks_are_complete():
     assert [path.name for path in NOTEBOOKS] == [
         "01_quickstart.ipynb",
         "02_your_own_model.ipynb",
@@ -22,7 +22,7 @@ def test_there_are_three():
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
-def test_a_notebook_is_ready_for_readers(path):
+def test_a_notebook_is_stored_with_outputs_and_a_colab_link(path):
     notebook = nbformat.read(path, as_version=4)
     assert (
         f"https://colab.research.google.com/github/hetjax/hetjax/blob/main/colab/{path.name}"
@@ -37,7 +37,7 @@ def test_a_notebook_is_ready_for_readers(path):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_a_notebook_runs(path, tmp_path, monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", quick_compiles.FLAGS)  # the notebook asks for its devices itself
+    monkeypatch.setenv("XLA_FLAGS", quick_compiles.FLAGS)  # the notebook sets its number of devices
     notebook = nbformat.read(path, as_version=4)
-    place = {"metadata": {"path": str(tmp_path)}}
-    NotebookClient(notebook, timeout=200, kernel_name="python3", resources=place).execute()
+    resources = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=200, kernel_name="python3", resources=resources).execute()

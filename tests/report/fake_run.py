@@ -1,4 +1,4 @@
-"""Writes run folders as a training run would, with made-up timings, so that pictures can be tested without training."""
+"""Run folders with made-up timings, to test reports without training."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ def write_fake_run(
     summary: bool = True,
     seed: int = 0,
 ) -> Path:
-    """Workers of speed 1, 1, 0.5, 0.25 and so on; an equal split that becomes balanced in two changes."""
+    """Write a run on workers of speed 1, 1, 0.5, 0.25, ...; if `balanced`, counts adapt in two changes."""
     rng = np.random.default_rng(seed)
     speed_W = np.resize([1.0, 1.0, 0.5, 0.25], workers)
     row_time = 0.2e-3 * workers / 4
     epoch_steps = 40
+    folder.mkdir(parents=True, exist_ok=True)
     write_json(
-        folder_made(folder) / "config.json",
+        folder / "config.json",
         {
             "dataset": "digits",
             "model": "cnn",
@@ -35,7 +36,7 @@ def write_fake_run(
         },
     )
     tracker = JsonlTracker(folder)
-    seconds, samples, before = 0.0, 0, None
+    seconds, samples, previous = 0.0, 0, None
     for step in range(1, steps + 1):
         size = batch if step % epoch_steps else batch * 2 // 5
         share_W = np.full(workers, 1 / workers)
@@ -50,9 +51,9 @@ def write_fake_run(
         if step == 1:
             times_W[:] = np.nan
         seconds, samples = seconds + step_time, samples + size
-        changed = before is not None and size == batch and len(before) == workers and bool(np.any(before != counts_W))
+        changed = previous is not None and size == batch and bool(np.any(previous != counts_W))
         if size == batch:
-            before = counts_W
+            previous = counts_W
         tracker.log(
             step,
             {
@@ -98,15 +99,11 @@ def write_fake_run(
     return folder
 
 
-def folder_made(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
 def write_fake_async_run(folder: Path, *, workers: int = 2, steps: int = 60, seed: int = 0) -> Path:
-    """Worker 0 four times slower than the others, which make four updates while it makes one."""
+    """Write an asynchronous run in which worker 0 makes about one update while each other worker makes five."""
     rng = np.random.default_rng(seed)
-    write_json(folder_made(folder) / "config.json", {"dataset": "digits", "model": "mlp", "sync": "hogbatch"})
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "config.json", {"dataset": "digits", "model": "mlp", "sync": "hogbatch"})
     tracker, seconds, samples, total_W = JsonlTracker(folder), 0.0, 0, np.zeros(workers, int)
     for step in range(1, steps + 1):
         updates_W = np.where(np.arange(workers) == 0, step % 2, 2 + rng.integers(0, 2, workers))

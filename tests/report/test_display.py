@@ -1,4 +1,4 @@
-"""The display: everything in view within 80 columns, and plain lines where there is no terminal."""
+"""The display: fits 80 columns in a terminal, prints plain lines elsewhere."""
 
 import io
 
@@ -27,9 +27,9 @@ def console(width=80, height=24, terminal=True):
     return Console(file=io.StringIO(), width=width, height=height, force_terminal=terminal, color_system=None)
 
 
-def picture(display):
+def rendered(display):
     with display.console.capture() as captured:
-        display.console.print(display.picture())
+        display.console.print(display.render())
     return captured.get()
 
 
@@ -37,18 +37,18 @@ def shown(workers=4, width=80, height=24, title="digits, cnn, balanced", **chang
     display = Display(400, title=title, ideal=5000.0, console=console(width, height))
     display.log(120, row(workers, **changes))
     display.close()
-    return picture(display)
+    return rendered(display)
 
 
 @pytest.mark.parametrize("workers", [1, 4, 8, 32, 64])
-def test_the_picture_fits_80_columns_and_the_height(workers):
+def test_the_display_fits_80_columns_and_the_height(workers):
     long = "worker 2 slower: " + "a very long reason " * 10
     lines = shown(workers, changed=True, reason=long, title="t" * 200).splitlines()
     assert max(map(len, lines)) <= 80
     assert len(lines) <= 23
 
 
-def test_the_picture_shows_what_matters():
+def test_the_display_shows_progress_and_every_worker():
     text = shown(changed=True, reason="worker 3 slower")
     for part in ("step 120/400", "epoch 1", "loss 0.4321", "4,321 samples/s", "efficiency 86%", "worker 3 slower"):
         assert part in text
@@ -61,14 +61,14 @@ def test_the_picture_shows_what_matters():
         assert time in line
 
 
-def test_a_longer_bar_for_a_busier_worker():
+def test_busier_workers_have_longer_bars():
     lines = shown(times=[0.125, 0.0625, 0.03125, None]).splitlines()[-4:]
     bars = [line.count("━") for line in lines]
     assert bars[0] > bars[1] > bars[2] > bars[3] == 0
     assert "untimed" in lines[3]
 
 
-def test_workers_that_do_not_fit_are_summed_up():
+def test_workers_that_do_not_fit_are_summarized():
     text = shown(64)
     counts = row(64)["counts"]
     line = next(line for line in text.splitlines() if "more workers" in line)
@@ -77,25 +77,25 @@ def test_workers_that_do_not_fit_are_summed_up():
     assert "busy 64% to 80%" in line
 
 
-def test_the_time_left_follows_from_the_steps_seen():
+def test_the_time_left_is_extrapolated_from_the_steps_of_this_process():
     now = [100.0]
     display = Display(110, console=console(), clock=lambda: now[0])
     display.log(11, row())  # a resumed run: its first step is not number 1
     now[0] += 5 * 2.0
     display.log(16, row())
     display.close()
-    assert "3:08 left" in picture(display), "94 steps of 2 s"
+    assert "3:08 left" in rendered(display), "94 steps of 2 s"
 
 
-def test_a_loss_that_is_not_finite_is_said():
+def test_a_nonfinite_loss_is_shown_as_such():
     assert "loss not finite" in shown(loss=float("nan"))
 
 
-def test_the_picture_before_the_first_step():
-    assert "waiting" in picture(Display(console=console()))
+def test_the_display_before_the_first_step():
+    assert "waiting" in rendered(Display(console=console()))
 
 
-def test_plain_lines_come_at_intervals_first_and_last():
+def test_plain_lines_are_printed_at_intervals_and_for_the_first_and_last_step():
     now = [0.0]
     out = console(terminal=False)
     display = Display(100, ideal=5000.0, every=5, console=out, clock=lambda: now[0])
@@ -106,19 +106,18 @@ def test_plain_lines_come_at_intervals_first_and_last():
     display.close()
     lines = out.file.getvalue().splitlines()
     assert [line.split()[1] for line in lines[:-1]] == ["1/100", "51/100", "100/100"]
-    told = "step 51/100  epoch 1  loss 0.4321  4,321 samples/s  efficiency 86%  counts 100 50 33 25"
-    assert lines[1] == told
+    assert lines[1] == "step 51/100  epoch 1  loss 0.4321  4,321 samples/s  efficiency 86%  counts 100 50 33 25"
     assert lines[-1] == "done: 100 steps, 9.9 s, 4,321 samples/s, 93% of the ideal, test accuracy 0.9700"
     assert "\x1b" not in out.file.getvalue()
 
 
-def test_many_counts_are_shortened_in_a_line():
+def test_a_line_gives_the_range_of_many_counts():
     out = console(terminal=False)
     Display(console=out).log(1, row(32))
     assert "counts 25 to 100" in out.file.getvalue()
 
 
-def test_the_live_picture_is_redrawn_by_its_own_thread_and_stops():
+def test_the_live_display_is_redrawn_and_stops_at_the_summary():
     out = console()
     display = Display(2, console=out)
     display.log(1, row())

@@ -1,4 +1,4 @@
-"""Hooks: what a training loop tells becomes rows for trackers and progress on the screen."""
+"""Hooks: finished steps become rows for trackers and progress on the screen."""
 
 import io
 
@@ -10,7 +10,7 @@ import hetjax
 from hetjax.report import Follow, Progress
 
 
-class Notes:
+class RowList:
     def __init__(self):
         self.rows = []
 
@@ -25,20 +25,20 @@ def trained(*hooks, steps=3):
         return trainer.fit(trainer.init({"w": np.zeros(4, np.float32)}), data, steps=steps, hooks=hooks)
 
 
-def test_rows_count_on_from_what_was_done_before():
-    notes = Notes()
-    _, history = trained(Follow(notes, seconds=100.0, plan_changes=5))
-    assert [step for step, _ in notes.rows] == [1, 2, 3]
-    assert [row["samples"] for _, row in notes.rows] == [8, 16, 20]
-    assert [row["seconds"] for _, row in notes.rows] == [100.0 + record.seconds for record in history.records]
+def test_rows_continue_the_totals_of_a_resumed_run():
+    tracker = RowList()
+    _, history = trained(Follow(tracker, seconds=100.0, plan_changes=5))
+    assert [step for step, _ in tracker.rows] == [1, 2, 3]
+    assert [row["samples"] for _, row in tracker.rows] == [8, 16, 20]
+    assert [row["seconds"] for _, row in tracker.rows] == [100.0 + record.seconds for record in history.records]
     changes = 5 + np.cumsum([record.changed for record in history.records])
-    assert [row["plan_changes"] for _, row in notes.rows] == changes.tolist()
+    assert [row["plan_changes"] for _, row in tracker.rows] == changes.tolist()
 
 
-def test_progress_is_one_line_of_code():
+def test_progress_shows_steps_efficiency_and_a_summary():
     screen = io.StringIO()
     trained(Progress("try", console=Console(file=screen, width=80)))
-    told = screen.getvalue()
-    assert "try  step 1/3  epoch 0  loss" in told
-    assert "efficiency" in told
-    assert "try: 3 steps" in told
+    printed = screen.getvalue()
+    assert "try  step 1/3  epoch 0  loss" in printed
+    assert "efficiency" in printed
+    assert "try: 3 steps" in printed

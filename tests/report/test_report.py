@@ -1,4 +1,4 @@
-"""The report: pictures of what was recorded, whole or cut short."""
+"""The report: figures and page of recorded runs, complete or damaged."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from matplotlib.text import Text
 from hetjax.report import report
 from hetjax.report.drawing import running_median, thinned, worker_color
 from hetjax.report.figure import draw_run
-from hetjax.report.panels import strip_steps
+from hetjax.report.panels import timeline_steps
 from hetjax.report.run_folder import find_runs, read_run
 
 
@@ -26,11 +26,11 @@ def two_runs(tmp_path_factory):
 
 
 def test_a_figure_per_run_and_one_page(two_runs):
-    folder, made = two_runs
-    assert made.page == folder / "report.html"
-    names = {path.relative_to(folder).as_posix() for path in made.figures}
+    folder, written = two_runs
+    assert written.page == folder / "report.html"
+    names = {path.relative_to(folder).as_posix() for path in written.figures}
     assert names == {"equal/run.png", "equal/run.svg", "balanced/run.png", "balanced/run.svg"}
-    for path in made.figures:
+    for path in written.figures:
         assert path.read_bytes()[:4] == (b"\x89PNG" if path.suffix == ".png" else b"<?xm")
 
 
@@ -43,15 +43,15 @@ def test_the_page_is_self_contained(two_runs):
     assert "<script" not in text
 
 
-def test_the_page_tells_the_summaries_and_what_differs(two_runs):
-    folder, made = two_runs
-    text = made.page.read_text()
+def test_the_page_shows_summaries_and_differences_in_configuration(two_runs):
+    folder, written = two_runs
+    text = written.page.read_text()
     for name in ("equal", "balanced"):
         summary = json.loads((folder / name / "summary.json").read_text())
         assert f">{summary['samples_per_s']:,.0f}<" in text
         assert f">{summary['efficiency']:.1%}<" in text
     assert text.count('class="best"') == 3
-    assert "Configured differently" in text
+    assert "Differences in configuration" in text
     assert "<td>controller</td>" in text
     assert "<td>batch_size</td>" not in text
 
@@ -77,21 +77,21 @@ def test_no_two_texts_of_a_figure_overlap(tmp_path, monkeypatch, workers):
     draw_run(read_run(write_fake_run(tmp_path / "balanced", workers=workers, steps=50)))
     assert len(drawn) > 30
     for (name, box), (other, beside) in combinations(drawn.values(), 2):
-        assert not box.overlaps(beside), f"{name!r} lies over {other!r}"
+        assert not box.overlaps(beside), f"{name!r} overlaps {other!r}"
 
 
-def test_the_strip_shows_steps_before_and_after_balancing(tmp_path):
+def test_the_timelines_show_steps_before_and_after_balancing(tmp_path):
     run = read_run(write_fake_run(tmp_path, change_at=12, steps=79))
-    before, after = strip_steps(run)
+    before, after = timeline_steps(run)
     assert list(run.step_S[before]) == [9, 10, 11]
     assert list(run.step_S[after]) == [77, 78, 79]
     equal = read_run(write_fake_run(tmp_path / "equal", balanced=False, steps=79))
-    before, after = strip_steps(equal)
+    before, after = timeline_steps(equal)
     assert list(equal.step_S[before]) == [2, 3, 4], "step 1 was not timed"
     assert list(equal.step_S[after]) == [77, 78, 79]
 
 
-def test_the_short_last_step_of_an_epoch_is_no_change_of_plan(tmp_path):
+def test_the_short_last_step_of_an_epoch_is_not_a_plan_change(tmp_path):
     run = read_run(write_fake_run(tmp_path, change_at=12, steps=120))
     assert list(run.step_S[run.changes]) == [12, 18]
 
@@ -114,7 +114,7 @@ def test_running_median_and_thinning():
     assert len(many) <= 800
 
 
-def cut(folder):
+def truncated(folder):
     file = folder / "metrics.jsonl"
     file.write_bytes(file.read_bytes()[:-40])
 
@@ -156,7 +156,7 @@ def odd_summary(folder):
     (folder / "summary.json").write_text('{"samples_per_s": "fast", "efficiency": null, "ideal_samples_per_s": 0}')
 
 
-def unmeasured_summary(folder):
+def summary_is_a_folder(folder):
     (folder / "summary.json").unlink()
     (folder / "summary.json").mkdir()
 
@@ -167,7 +167,7 @@ def nested(folder):
 
 
 def huge_numbers(folder):
-    """None of its steps has a count that can be drawn."""
+    """No step has a count that can be drawn."""
     row = '{"counts": [1e400, Infinity], "loss": 1e308, "step_time": 1e309, "step": '
     (folder / "metrics.jsonl").write_text(f"{row}1}}\n{row}2}}\n{row}{'9' * 30}}}\n")
 
@@ -178,10 +178,10 @@ def fewer_workers_later(folder):
 
 
 @pytest.mark.parametrize(
-    ("damage", "note"),
+    ("damage", "warning"),
     [
-        (cut, "last line of metrics.jsonl is cut off"),
-        (empty, "holds no finished step"),
+        (truncated, "last line of metrics.jsonl is truncated"),
+        (empty, "contains no finished step"),
         (garbage, r"3 of 33 lines of metrics.jsonl are unreadable \(first: line 2\)"),
         (wrong_types, None),
         (untimed, None),
@@ -189,31 +189,31 @@ def fewer_workers_later(folder):
         (no_summary, "no summary.json: the run has not finished"),
         (broken_summary, "summary.json is unreadable"),
         (odd_summary, None),
-        (unmeasured_summary, "summary.json is unreadable"),
-        (nested, "last line of metrics.jsonl is cut off"),
-        (huge_numbers, "last line of metrics.jsonl is cut off"),
+        (summary_is_a_folder, "summary.json is unreadable"),
+        (nested, "last line of metrics.jsonl is truncated"),
+        (huge_numbers, "last line of metrics.jsonl is truncated"),
         (fewer_workers_later, None),
     ],
 )
-def test_a_damaged_run_is_drawn_as_far_as_it_goes(tmp_path, damage, note):
+def test_a_damaged_run_is_drawn_as_far_as_possible(tmp_path, damage, warning):
     folder = write_fake_run(tmp_path / "run", steps=30)
     damage(folder)
-    made = report(folder)
-    text = made.page.read_text()
-    assert made.figures[0].stat().st_size > 5000
-    notes = re.findall(r'class="note">([^<]*)', text)
-    assert len(notes) == (note is not None)
-    if note is not None:
-        assert re.search(note, notes[0])
+    written = report(folder)
+    text = written.page.read_text()
+    assert written.figures[0].stat().st_size > 5000
+    warnings = re.findall(r'class="warning">([^<]*)', text)
+    assert len(warnings) == (warning is not None)
+    if warning is not None:
+        assert re.search(warning, warnings[0])
 
 
-def test_a_step_written_twice_counts_as_written_last(tmp_path):
+def test_of_a_step_written_twice_the_last_row_counts(tmp_path):
     rows = [{"step": 0, "loss": 1}, {"step": 1, "loss": 2}, {"step": 1, "loss": 3}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     np.testing.assert_array_equal(read_run(tmp_path).loss_S, [1, 3])
 
 
-def test_folders_without_a_run_are_named(tmp_path):
+def test_a_folder_without_a_run_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no metrics\.jsonl in .*nowhere"):
         report(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match=r"no metrics\.jsonl"):
@@ -222,11 +222,11 @@ def test_folders_without_a_run_are_named(tmp_path):
         report()
 
 
-def test_runs_from_several_folders_are_told_apart(tmp_path):
-    for place in ("a", "b"):
-        write_fake_run(tmp_path / place / "balanced", steps=5)
-    made = report(tmp_path / "a", tmp_path / "b" / "balanced", page=tmp_path / "page.html")
-    text = made.page.read_text()
-    assert made.page == tmp_path / "page.html"
+def test_runs_of_the_same_name_are_distinguished_by_folder(tmp_path):
+    for parent in ("a", "b"):
+        write_fake_run(tmp_path / parent / "balanced", steps=5)
+    written = report(tmp_path / "a", tmp_path / "b" / "balanced", page=tmp_path / "page.html")
+    text = written.page.read_text()
+    assert written.page == tmp_path / "page.html"
     assert "a/balanced" in text
     assert "b/balanced" in text

@@ -1,4 +1,4 @@
-"""Trackers: what was logged can be read back, also after a kill."""
+"""Trackers: logged rows can be read back, also after a kill."""
 
 import json
 import sys
@@ -30,7 +30,7 @@ def refuse(name):
     raise AssertionError(f"{name} is not JSON")
 
 
-def test_a_row_comes_back_as_json(tmp_path):
+def test_a_row_is_written_as_strict_json(tmp_path):
     tracker = JsonlTracker(tmp_path)
     tracker.log(7, ROW)
     written = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)  # before close: flushed
@@ -49,7 +49,7 @@ def test_a_row_comes_back_as_json(tmp_path):
     assert json.loads((tmp_path / "summary.json").read_text()) == {"efficiency": 0.9, "ideal_samples_per_s": None}
 
 
-def test_a_resumed_run_continues_where_it_was(tmp_path):
+def test_a_resumed_run_keeps_the_rows_before_it_and_replaces_later_ones(tmp_path):
     tracker = JsonlTracker(tmp_path)
     for step in range(1, 7):
         tracker.log(step, {"loss": step})
@@ -64,7 +64,7 @@ def test_a_resumed_run_continues_where_it_was(tmp_path):
     assert [(row["step"], row["loss"]) for row in lines(tmp_path)] == [(1, 1), (2, 2), (3, 3), (4, 40)]
 
 
-def test_a_run_that_comes_to_no_row_leaves_the_earlier_one_as_it_was(tmp_path):
+def test_a_run_without_rows_leaves_the_files_of_an_earlier_run_unchanged(tmp_path):
     tracker = JsonlTracker(tmp_path)
     tracker.log(1, {"loss": 5})
     tracker.summary({"steps": 1})
@@ -74,39 +74,39 @@ def test_a_run_that_comes_to_no_row_leaves_the_earlier_one_as_it_was(tmp_path):
     assert json.loads((tmp_path / "summary.json").read_text()) == {"steps": 1}
 
 
-def test_a_new_run_does_not_keep_the_old_one(tmp_path):
+def test_a_new_run_replaces_the_rows_of_an_earlier_one(tmp_path):
     for loss in (5, 6):
         tracker = JsonlTracker(tmp_path)
-        for step in range(3):  # whatever its steps are called
+        for step in range(3):
             tracker.log(step, {"loss": loss})
         tracker.close()
     assert [row["loss"] for row in lines(tmp_path)] == [6, 6, 6]
 
 
-def test_composite_tells_all_in_order():
-    told = []
+def test_composite_calls_its_trackers_in_order():
+    calls = []
 
     class Listener:
         def __init__(self, name):
             self.name = name
 
         def log(self, step, row):
-            told.append((self.name, step, row["loss"]))
+            calls.append((self.name, step, row["loss"]))
 
         def summary(self, values):
-            told.append((self.name, values))
+            calls.append((self.name, values))
 
         def close(self):
-            told.append((self.name, "closed"))
+            calls.append((self.name, "closed"))
 
     both = Composite(Listener("a"), Listener("b"))
     both.log(1, {"loss": 2})
     both.summary({"x": 1})
     both.close()
-    assert told == [("a", 1, 2), ("b", 1, 2), ("a", {"x": 1}), ("b", {"x": 1}), ("a", "closed"), ("b", "closed")]
+    assert calls == [("a", 1, 2), ("b", 1, 2), ("a", {"x": 1}), ("b", {"x": 1}), ("a", "closed"), ("b", "closed")]
 
 
-def test_scalars_name_workers_and_leave_out_what_is_no_number():
+def test_scalars_are_named_by_worker_and_skip_text_and_nan():
     assert dict(scalars(ROW)) == {
         "epoch": 0,
         "loss": 0.5,
@@ -118,12 +118,12 @@ def test_scalars_name_workers_and_leave_out_what_is_no_number():
     }
 
 
-def test_plain_leaves_json_alone():
+def test_plain_does_not_change_json_values():
     value = {"a": [1, 2.5, "x", None, True, {"b": []}]}
     assert plain(value) == value
 
 
-def test_tensorboard_gets_every_number(tmp_path):
+def test_tensorboard_gets_every_number_and_the_summary(tmp_path):
     pytest.importorskip("tensorboardX", reason="needs the extra 'track'")
     tracker = TensorBoardTracker(tmp_path)
     tracker.log(3, ROW)
@@ -134,7 +134,7 @@ def test_tensorboard_gets_every_number(tmp_path):
         assert name in content, name
 
 
-def test_a_missing_package_says_what_to_install(tmp_path, monkeypatch):
+def test_the_error_for_a_missing_package_names_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(ImportError, match=r"hetjax\[track\]"):
         TensorBoardTracker(tmp_path)
@@ -143,8 +143,8 @@ def test_a_missing_package_says_what_to_install(tmp_path, monkeypatch):
         WandbTracker("project")
 
 
-def test_wandb_is_told_through_its_own_interface(monkeypatch):
-    """Against a stand-in: the real package wants an account or a daemon."""
+def test_wandb_gets_numbers_summary_and_finish(monkeypatch):
+    """With a fake module, because the real one needs an account or a daemon."""
     calls = []
     run = types.SimpleNamespace(
         log=lambda values, step: calls.append((step, values)), summary={}, finish=lambda: calls.append("finished")

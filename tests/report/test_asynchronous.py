@@ -1,10 +1,10 @@
-"""Runs without a barrier: how their utilization, updates and staleness are read, drawn and shown live."""
+"""Asynchronous runs: utilization, update shares and staleness as read, drawn and displayed."""
 
 import numpy as np
 import pytest
 from fake_run import write_fake_async_run, write_fake_run
 from matplotlib.figure import Figure
-from test_display import console, picture, row
+from test_display import console, rendered, row
 
 from hetjax.report import Display, report
 from hetjax.report.figure import run_figure
@@ -12,7 +12,7 @@ from hetjax.report.panels import staleness_panel, updates_panel, utilization_pan
 from hetjax.report.run_folder import read_run
 
 
-def test_a_run_is_known_by_its_updates(tmp_path):
+def test_a_run_with_updates_per_worker_is_asynchronous(tmp_path):
     run = read_run(write_fake_async_run(tmp_path / "async"))
     assert run.asynchronous
     assert run.full_S.all()  # steps differ in size, and all of them count
@@ -36,14 +36,14 @@ def test_the_panels_show_the_numbers(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [1, 2, 12])
-def test_it_is_drawn_and_told_on_the_page(tmp_path, workers):
-    made = report(write_fake_async_run(tmp_path, workers=workers))
-    text = made.page.read_text()
+def test_the_page_and_figure_of_an_asynchronous_run(tmp_path, workers):
+    written = report(write_fake_async_run(tmp_path, workers=workers))
+    text = written.page.read_text()
     assert "utilization per worker" in text
     assert ">97%" in text
     titles = {axes.get_title() for part in run_figure(read_run(tmp_path)).subfigs for axes in part.axes}
     assert titles >= {
-        "Batch of each worker", "Utilization per worker", "Share of updates per worker", "Staleness of updates",
+        "Batch size per worker", "Utilization per worker", "Share of updates per worker", "Staleness of updates",
     }  # fmt: skip
 
 
@@ -53,12 +53,12 @@ def test_a_run_without_a_summary_is_drawn(tmp_path):
     assert report(tmp_path).page.is_file()
 
 
-def test_live_the_shares_of_all_updates_so_far_are_shown():
+def test_the_display_shows_update_shares_of_the_run_so_far():
     display = Display(400, console=console())
     display.log(1, row(2, updates=[1, 1], staleness=0.5))
     display.log(2, row(2, updates=[0, 2], staleness=1.5))
     display.close()
-    text = picture(display)
+    text = rendered(display)
     assert "staleness 1.5" in text
     lines = {line.split()[0]: line.split()[-1] for line in text.splitlines() if line.split()[:1] in (["0"], ["1"])}
     assert lines == {"0": "25%", "1": "75%"}
@@ -66,7 +66,7 @@ def test_live_the_shares_of_all_updates_so_far_are_shown():
     assert "busy 64% 72%  updates 25% 75%" in display.line()
 
 
-def test_at_the_end_one_line_tells_how_busy_all_were():
+def test_the_summary_line_shows_utilization_and_update_shares():
     display = Display(console=console(terminal=False))
     display.summary({"steps": 9, "utilization": [0.971, 0.9], "update_share": [0.25, 0.75]})
     assert "9 steps, busy 97% 90%, updates 25% 75%" in display.console.file.getvalue()
