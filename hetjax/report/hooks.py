@@ -75,7 +75,7 @@ class Progress(Follow):
         Args:
             history: the history of the run.
         """
-        if history.records and jax.process_index() == 0:
+        if history.records and _is_first_process():
             self.display.summary(history.summary())
         self.display.close()
 
