@@ -30,6 +30,7 @@ def over_source(
     until: int,
     steps: int | None,
     hooks: Sequence[Hook],
+    epoch_size: int | None,
 ) -> tuple[State, History]:
     """Plan, fetch and run one step after the other.
 
@@ -43,9 +44,10 @@ def over_source(
         until: the cursor that training will reach, for schedules that depend on it.
         steps: number of steps, or None to run to `end`.
         hooks: called with every record and the state after its step.
+        epoch_size: samples in an epoch; None without epochs.
     """
     first = state.step
-    live = step.open(state, sample, epoch_size=len(source), end=until)
+    live = step.open(state, sample, epoch_size=epoch_size, end=until)
     last = first + (steps or sampler.steps_between(state.cursor, end))
     feed = Feed(source, sampler)
 

@@ -18,14 +18,14 @@ from hetjax.arguments import MOST_SAMPLES, MOST_SEED, check_batch_size, check_ho
 from hetjax.data.batches import FeedBatch, is_stream
 from hetjax.data.memory import as_source
 from hetjax.data.prefetch import Feed, Rows
-from hetjax.data.source import fetch
+from hetjax.data.source import check_finite, fetch, is_endless
 from hetjax.engines import EngineSpec
 from hetjax.fleet.agree import digest, same
 from hetjax.history import History, Hook, Recorder
 from hetjax.planning.controllers.base import Controller
 from hetjax.reduce.optimizer import check_params
 from hetjax.sampling.blocks import Blocks
-from hetjax.sampling.order import Sampler
+from hetjax.sampling.order import EndlessSampler, Sampler
 from hetjax.sampling.shards import BlockSampler, ProportionalSampler
 from hetjax.simulation.calibration import calibrate
 from hetjax.state import State, checked
@@ -170,9 +170,11 @@ class Trainer:
 
         Args:
             state: from `init`, an earlier `fit` or a checkpoint; it stays valid.
-            source: anything with `__len__` and `__getitem__`, or a dict of arrays: every sample is seen exactly once
-                per epoch, also across a resume. Or a stream of batches, with `steps`: its order, and where a resumed
-                run continues, are up to the stream.
+            source: arrays with one row per sample, as a dict, a tuple such as `(x, y)` or a named tuple, possibly
+                nested; or anything with `__len__` and `__getitem__`, such as a list of samples or a dataset of Grain,
+                Hugging Face or PyTorch. Every sample is seen exactly once per epoch, also across a resume. An endless
+                one (`.repeat()`) is read in its own order, with `steps`. Or an iterable of batches, with `steps`: its
+                order, and where a resumed run continues, are up to it.
             epochs: number of epochs; give exactly one of epochs, steps and stop_at.
             steps: number of steps; for a stream the maximum, None for all of it.
             stop_at: cursor at which to end.
@@ -194,7 +196,10 @@ class Trainer:
         if is_stream(source):
             return self._fit_stream(state, source, length, hooks)
         source = as_source(source)
-        order = self._make_sampler(len(source))
+        endless = is_endless(source)
+        if endless:
+            self._check_endless(len(source), length)
+        order = EndlessSampler(self.batch_size) if endless else self._make_sampler(len(source))
         if self._order is not None:
             order.load_state_dict(self._order, state.cursor)
         self._sampler = sampler = self.sync.sampler(order, self.step.quantum)
@@ -205,12 +210,13 @@ class Trainer:
         steps = length.get("steps")
         until = end if steps is None else order.end_of(state.cursor, steps)
         probed = state.model_state is not None
-        sample = fetch(source, probe_indices(len(source), self.step.quantum) if probed else np.zeros(1, np.int64))
+        sample = fetch(source, probe_indices(order.size, self.step.quantum) if probed else np.zeros(1, np.int64))
 
         def by_steps(state: State) -> tuple[State, History]:
             state, history = loops.over_source(
-                self.step, state, source, sample, sampler, end=end, until=until, steps=steps, hooks=hooks
-            )
+                self.step, state, source, sample, sampler, end=end, until=until, steps=steps, hooks=hooks,
+                epoch_size=None if endless else len(source),
+            )  # fmt: skip
             self._order = sampler.state_dict(state.cursor) if self.partition != "global" else None
             return state, history
 
@@ -247,13 +253,25 @@ class Trainer:
                 "A stream of batches has no known length: give the number of steps, at least 1, or leave it out to "
                 "train until the stream ends. For epochs give a source with __len__ and __getitem__."
             )
+        self._check_without_epochs("a stream of batches")
+        return loops.over_stream(self.step, state, stream, length.get("steps"), hooks)
+
+    def _check_endless(self, samples: int, length: Mapping[str, int]) -> None:
+        if "epochs" in length:
+            raise ValueError(
+                f"The source has no end (its length is {samples:,}), so it has no epochs: give the number of steps "
+                "instead, or leave out .repeat()."
+            )
+        self._check_without_epochs("an endless one")
+
+    def _check_without_epochs(self, given: str) -> None:
+        """Refuse what needs the samples of an epoch."""
         if not self.sync.stepped or self.partition != "global":
             raise ValueError(
                 f"The sync {self.sync.name!r} with partition {self.partition!r} chooses samples by itself: give a "
-                "source with __len__ and __getitem__ instead of a stream of batches."
+                f"source with __len__ and __getitem__ instead of {given}."
             )
         presets.check_without_epochs(self.controller)
-        return loops.over_stream(self.step, state, stream, length.get("steps"), hooks)
 
     def answer(self, state: State) -> State:
         """Return the state with one set of parameters, where the sync keeps several; see `hetjax.sync`.
@@ -271,7 +289,7 @@ class Trainer:
 
         Args:
             state: as returned by `fit`.
-            source: as in `fit`, or batches.
+            source: as in `fit`, but not endless, or batches.
 
         Returns:
             The mean of 'loss' and of every metric, by name.
@@ -280,6 +298,7 @@ class Trainer:
         if is_stream(source):
             return self.step.evaluate(self.answer(state), source)
         source = as_source(source)
+        check_finite(source, "to evaluate every sample")
         order = Sampler(len(source), self.step.limit, shuffle=False)
         feed = Feed(source, order)
         spans = [order.step(cursor) for cursor in range(0, len(source), order.batch)]

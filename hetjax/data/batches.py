@@ -13,12 +13,14 @@ import jax
 import numpy as np
 
 from hetjax.data.prefetch import Feed, Rows, fetch_positions
+from hetjax.data.trees import map_leaves
 from hetjax.fleet.agree import gather
 from hetjax.reduce.layout import MANY
 from hetjax.sampling.order import Span
 
 log = logging.getLogger("hetjax")
 Tree = Any
+_BATCH = "A batch is a tree of arrays (dicts, tuples, nested) whose first axis counts the samples"
 
 
 @runtime_checkable
@@ -95,7 +97,8 @@ def is_stream(source: Any) -> bool:
 
 def as_batch(batch: Any, limit: int) -> HostBatch:
     """Turn a tree of arrays, or an object with `rows`, into a HostBatch of 1 to `limit` samples."""
-    made = batch if isinstance(batch, HostBatch) else ArrayBatch(_arrays(batch))
+    ready = isinstance(batch, HostBatch) and not isinstance(batch, tuple)  # a named tuple may have a field `rows`
+    made = batch if ready else ArrayBatch(_arrays(batch))
     if not 1 <= len(made) <= limit:
         raise ValueError(
             f"The batch has {len(made)} samples; expected 1 to {limit} (batch_size). Split larger batches, or raise "
@@ -105,12 +108,12 @@ def as_batch(batch: Any, limit: int) -> HostBatch:
 
 
 def _arrays(batch: Any) -> Tree:
-    leaves, tree = jax.tree.flatten(batch)
+    leaves, tree = jax.tree.flatten(map_leaves(_whole, batch))
     arrays = [np.asarray(leaf) for leaf in leaves]
     if not arrays or any(array.ndim == 0 for array in arrays):
         raise ValueError(
-            "A batch is a tree of arrays (dicts, tuples, nested) whose first axis counts the samples; got "
-            f"{_kind(batch)}."
+            f"{_BATCH}; got {_kind(batch)}. If the stream yields single samples, batch them first, or give a source "
+            "with __len__ and __getitem__."
         )
     sizes = {len(array) for array in arrays}
     if len(sizes) > 1:
@@ -118,6 +121,16 @@ def _arrays(batch: Any) -> Tree:
     if odd := [array.dtype for array in arrays if array.dtype == object]:
         raise ValueError(f"A batch needs arrays of numbers, but one has dtype {odd[0]}: pad ragged samples first.")
     return jax.tree.unflatten(tree, [np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype)) for x in arrays])
+
+
+def _whole(leaf: Any) -> Any:
+    """Turn a list of numbers into an array, as JAX would take it apart; any other leaf is returned unchanged."""
+    if not isinstance(leaf, list):
+        return leaf
+    try:
+        return np.asarray(leaf)
+    except ValueError as error:
+        raise ValueError(f"{_BATCH}; got lists of unequal length. Pad ragged samples first.") from error
 
 
 def _kind(batch: Any) -> str:

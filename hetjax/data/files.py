@@ -130,6 +130,11 @@ def npz_source(file: str | Path, split: str = "train", *, classes: int | None = 
     if label.ndim == 1:  # before the split, so that errors give the row in the file
         check_labels(label, classes, str(path))
     if keep is not None:
+        if len(label) and not len(keep):
+            raise ValueError(
+                f"{path}: no label occurs often enough among the {len(label)} samples to hold out a fifth for the test "
+                f"split. Add samples, or give the test split: {x}_train, {y}_train, {x}_test and {y}_test."
+            )
         image, label = image[keep], label[keep]
     return labeled_images(image, label, classes, name=path.stem, origin=str(path))
 

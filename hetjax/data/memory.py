@@ -1,66 +1,82 @@
-"""Sources in memory: a dict of arrays."""
+"""Sources in memory: trees of arrays, such as `{"x": x, "y": y}` or `(x, y)`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+import jax
 import numpy as np
 
-from hetjax.data.source import NUMBERS, Description, RowSource, Source
+from hetjax.data.source import NUMBERS, Batch, Description, RowSource, Source, stack
+from hetjax.data.trees import branches, holds_columns, map_leaves, named_leaves, rebuilt
 
 _MAX_LABEL = 2**31 - 2  # labels and the number of classes are 32-bit integers
 
 
 class MemorySource(RowSource):
-    """A dict of arrays of equal length; sample i is row i of each.
+    """A tree of arrays with the same number of rows; sample i is row i of each.
+
+    Dicts, tuples, named tuples and lists can be nested and are kept. Arrays are not copied, so a memory-mapped one
+    (`np.load(file, mmap_mode="r")`) stays on disk, and only the rows of a batch are read.
 
     Args:
-        arrays: The arrays by name, all with the same number of rows.
+        arrays: The arrays, usually a dict. A list of like elements, or of numbers, is an array of them.
         description: What a model needs to know about the samples.
-        scale: Factors by name. Such an array keeps its dtype in memory, and its rows are fetched as float32 times the
-            factor. Arrays without a factor are fetched unchanged.
+        scale: Factors by name, for a dict. Such an array keeps its dtype in memory, and its rows are fetched as float32
+            times the factor. Arrays without a factor are fetched unchanged.
     """
 
     def __init__(
-        self,
-        arrays: Mapping[str, np.ndarray],
-        description: Description | None = None,
-        *,
-        scale: Mapping[str, float] | None = None,
+        self, arrays: Any, description: Description | None = None, *, scale: Mapping[str, float] | None = None
     ):
         self.scale = dict(scale or {})
-        self.arrays = {name: np.asarray(values) for name, values in arrays.items()}
-        lengths = {name: len(values) if values.ndim else None for name, values in self.arrays.items()}
+        self.arrays = _columns(arrays)
+        leaves = {name or "source": values for name, values in named_leaves(self.arrays)}
+        lengths = {name: len(values) if values.ndim else None for name, values in leaves.items()}
         if len(set(lengths.values())) != 1 or None in lengths.values():
             raise ValueError(f"MemorySource needs arrays with the same number of rows, but got {lengths}.")
-        if unknown := sorted(self.scale.keys() - self.arrays.keys()):
-            raise ValueError(f"scale names {unknown}, but the arrays are {sorted(self.arrays)}.")
-        for name, values in self.arrays.items():
+        if unknown := sorted(self.scale.keys() - (self.arrays.keys() if isinstance(self.arrays, dict) else set())):
+            raise ValueError(f"scale names {unknown}, but the arrays are {sorted(leaves)}.")
+        for name, values in leaves.items():
             if values.dtype.kind not in NUMBERS:
                 raise TypeError(f"The array {name!r} is {values.dtype}, not numbers.")
-        self._length = next(len(values) for values in self.arrays.values())
-        if description is None:
-            first = next(iter(self.arrays.values()))
-            description = Description("arrays in memory", first.shape[1:])
-        self.description = description
+        first = next(iter(leaves.values()))
+        self._length = len(first)
+        self.description = description or Description("arrays in memory", first.shape[1:])
 
     def __len__(self) -> int:
         return self._length
 
-    def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+    def rows(self, indices: np.ndarray) -> Batch:
         indices = self.checked_indices(indices)
-        batch = {name: values[indices] for name, values in self.arrays.items()}
-        return batch | {name: batch[name] * np.float32(factor) for name, factor in self.scale.items()}
+        batch = map_leaves(lambda values: values[indices], self.arrays)
+        for name, factor in self.scale.items():
+            batch[name] = batch[name] * np.float32(factor)
+        return batch
 
 
-def as_source(source: Source | Mapping[str, np.ndarray]) -> Source:
-    """Turn a dict of arrays into a source; check that anything else has a length and an index."""
-    source = MemorySource(source) if isinstance(source, Mapping) else source
+def as_source(source: Any) -> Source:
+    """Turn a tree of arrays into a source (see `holds_columns`); check that anything else has a length and an index."""
+    plain = isinstance(source, np.ndarray | jax.Array) and source.ndim > 0 and source.dtype != object
+    if plain or holds_columns(source):
+        return MemorySource(source)
     if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
         raise TypeError(
-            f"A source needs __len__ and __getitem__, or has to be a dict of arrays; got {type(source).__name__}."
+            "A source needs __len__ and __getitem__, or has to be a tree of arrays such as a dict or (x, y); got "
+            f"{type(source).__name__}."
         )
     return source
+
+
+def _columns(tree: Any) -> Any:
+    """Turn every leaf into an array of NumPy, without a copy if it has the memory of one; stack lists of samples."""
+    inside = branches(tree)
+    if inside is None:
+        return np.asarray(tree)
+    if isinstance(tree, list) and not holds_columns(tree):
+        return stack(tree, range(len(tree)))
+    return rebuilt(tree, [_columns(child) for _, child in inside])
 
 
 def labeled_images(

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from hetjax.data.trees import branches, map_leaves, rebuilt
+
 NUMBERS = "biufcV"  # dtype kinds that can be fed to a model; V is that of bfloat16 and other extension types
-Batch = Any  # a tree (dict, possibly nested, or tuple) of arrays whose leading axis is the rows
+_ENDLESS = 2**40  # no dataset has as many samples; Grain gives an endless one the length 2**63 - 1
+Batch = Any  # a tree (dict, tuple, named tuple or list, possibly nested) of arrays whose leading axis is the rows
 
 
 @runtime_checkable
 class Source(Protocol):
-    """Anything with a length and an index: `source[i]` is one sample, a dict (or tuple) of arrays.
+    """Anything with a length and an index: `source[i]` is one sample, a dict, tuple or list of arrays or numbers.
 
-    Optional fast path, used by `fetch`: a method `rows(indices) -> batch` that returns many samples stacked along a
-    leading axis. All sources of hetjax have it.
+    Optional fast paths, used by `fetch`: a method `rows(indices) -> batch` that returns many samples stacked along a
+    leading axis, which all sources of hetjax have; or `__getitems__(indices) -> list of samples`, as in datasets of
+    PyTorch and Hugging Face.
     """
 
     def __len__(self) -> int: ...
@@ -46,14 +50,13 @@ class RowSource(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def rows(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+    def rows(self, indices: np.ndarray) -> Batch:
         """The samples at these indices, stacked along a leading axis."""
 
-    def __getitem__(self, index: int | np.ndarray, /) -> dict[str, np.ndarray]:
+    def __getitem__(self, index: int | np.ndarray, /) -> Any:
         if isinstance(index, np.ndarray) and index.ndim == 1:
             return self.rows(index)
-        batch = self.rows(np.array([operator.index(index)]))
-        return {name: values[0] for name, values in batch.items()}
+        return map_leaves(lambda values: values[0], self.rows(np.array([operator.index(index)])))
 
     def checked_indices(self, indices: np.ndarray) -> np.ndarray:
         """Return the indices as int64; raise unless they are integers in range (negative ones are not)."""
@@ -69,6 +72,17 @@ class RowSource(ABC):
         return indices.astype(np.int64)
 
 
+def is_endless(source: Source) -> bool:
+    """Whether a source repeats forever, such as Grain's `MapDataset.repeat()`."""
+    return len(source) >= _ENDLESS
+
+
+def check_finite(source: Source, purpose: str) -> None:
+    """Refuse an endless source where every sample is needed."""
+    if is_endless(source):
+        raise ValueError(f"The source has no end (its length is {len(source):,}): {purpose}, leave out .repeat().")
+
+
 def fetch(source: Source, indices: np.ndarray) -> Batch:
     """Return the samples at `indices` as one batch: a tree of arrays with a leading axis of len(indices).
 
@@ -80,29 +94,52 @@ def fetch(source: Source, indices: np.ndarray) -> Batch:
     if indices.size == 0:
         raise ValueError(f"fetch from {type(source).__name__} got no indices: a batch needs at least one.")
     rows = [int(index) for index in indices]
-    return _stack([source[row] for row in rows], rows, "")
+    samples = source.__getitems__(rows) if hasattr(source, "__getitems__") else [source[row] for row in rows]
+    return stack(samples, rows)
 
 
-def _stack(samples: list[Any], rows: list[int], path: str) -> Any:
-    """Stack trees leaf by leaf; all have to match the first."""
+def stack(samples: Sequence[Any], rows: Sequence[int], path: str = "") -> Batch:
+    """Stack samples leaf by leaf; all have to match the first. `rows` are their indices, for errors."""
     first = samples[0]
-    if isinstance(first, Mapping):
+    if (inside := branches(first)) is not None:
+        keys = [key for key, _ in inside]
         for sample, row in zip(samples, rows, strict=True):
-            if not isinstance(sample, Mapping) or sample.keys() != first.keys():
-                raise _mismatch(row, rows[0], path, _keys(sample), _keys(first))
-        return {key: _stack([s[key] for s in samples], rows, f"{path}[{key!r}]") for key in first}
-    if isinstance(first, tuple):
-        for sample, row in zip(samples, rows, strict=True):
-            if not isinstance(sample, tuple) or len(sample) != len(first):
-                raise _mismatch(row, rows[0], path, _keys(sample), _keys(first))
-        return tuple(_stack([s[i] for s in samples], rows, f"{path}[{i}]") for i in range(len(first)))
-    leaves = [np.asarray(sample) for sample in samples]
+            if not _like(sample, first):
+                raise _mismatch(row, rows[0], path, _structure(sample), _structure(first))
+        at = keys if isinstance(first, Mapping) else range(len(keys))
+        return rebuilt(
+            first, [stack([s[i] for s in samples], rows, f"{path}[{k!r}]") for i, k in zip(at, keys, strict=True)]
+        )
+    leaves = [_leaf(sample, row, path) for sample, row in zip(samples, rows, strict=True)]
     for leaf, row in zip(leaves, rows, strict=True):
-        if leaf.dtype.kind not in NUMBERS:
-            raise TypeError(f"Sample {row}{path} is {leaf.dtype}, not numbers.")
         if leaf.shape != leaves[0].shape or leaf.dtype != leaves[0].dtype:
             raise _mismatch(row, rows[0], path, _shape(leaf), _shape(leaves[0]))
     return np.stack(leaves)
+
+
+def _like(sample: Any, first: Any) -> bool:
+    """Whether two containers have the same type and keys."""
+    if isinstance(first, Mapping):
+        return isinstance(sample, Mapping) and sample.keys() == first.keys()
+    return type(sample) is type(first) and len(sample) == len(first)
+
+
+def _leaf(sample: Any, row: int, path: str) -> np.ndarray:
+    if sample is None:
+        raise TypeError(
+            f"Sample {row}{path} is None, not numbers. A source needs a value for every index: filter before it is "
+            "made, or train on a stream of batches."
+        )
+    try:
+        leaf = np.asarray(sample)
+    except ValueError as error:
+        raise ValueError(
+            f"Sample {row}{path} is a list that is no array ({error}). Pad ragged lists; give unlike parts as a tuple "
+            "or dict."
+        ) from error
+    if leaf.dtype.kind not in NUMBERS:
+        raise TypeError(f"Sample {row}{path} is {leaf.dtype}, not numbers.")
+    return leaf
 
 
 def _mismatch(row: int, first: int, path: str, given: str, expected: str) -> ValueError:
@@ -112,10 +149,10 @@ def _mismatch(row: int, first: int, path: str, given: str, expected: str) -> Val
     )
 
 
-def _keys(sample: Any) -> str:
+def _structure(sample: Any) -> str:
     if isinstance(sample, Mapping):
         return f"a dict of {sorted(map(str, sample))}"
-    return f"a {type(sample).__name__}" + (f" of {len(sample)}" if isinstance(sample, tuple) else "")
+    return f"a {type(sample).__name__}" + (f" of {len(sample)}" if isinstance(sample, tuple | list) else "")
 
 
 def _shape(leaf: np.ndarray) -> str:

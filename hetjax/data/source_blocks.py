@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from hetjax.data.memory import MemorySource
-from hetjax.data.source import Batch, Source, fetch
+from hetjax.data.memory import MemorySource, as_source
+from hetjax.data.source import Batch, Source, check_finite, fetch
 from hetjax.fleet.agree import digest, gather
 from hetjax.sampling.blocks import Blocks, class_balanced_blocks, random_blocks
 from hetjax.sampling.submodular import flat_features, principal_components, submodular_blocks
@@ -61,7 +61,8 @@ def make_blocks(
             function is given.
         TypeError: If options are given for other than submodular blocks, or the features are not numbers.
     """
-    source = MemorySource(source) if isinstance(source, Mapping) else source
+    source = as_source(source)
+    check_finite(source, "for blocks")
     if kind not in KINDS:
         raise ValueError(f"There are no {kind!r} blocks: choose one of {', '.join(KINDS)}.")
     rates_W = np.asarray(rates, np.float64)

@@ -168,6 +168,20 @@ class Sampler:
             )
 
 
+class EndlessSampler(Sampler):
+    """The samples of an endless source in its own order, each index once.
+
+    Positions are 32-bit integers, so they start again from 0, as those of a next epoch, after about 2**31 samples.
+    """
+
+    def __init__(self, batch: int):
+        super().__init__(2**31 // batch * batch, batch, shuffle=False)
+
+    def indices(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        """Indices of the samples at positions [start, stop) after those of earlier epochs."""
+        return epoch * self.size + super().indices(epoch, start, stop)
+
+
 def check_same_samples(saved: Mapping[str, Any], size: int) -> None:
     """Raise ValueError if the dataset has another size: the cursor would point to other samples."""
     if saved["samples"] != size:
