@@ -82,10 +82,10 @@ def check_hooks(hooks: Any) -> None:
             raise TypeError(f"hooks holds {hook!r}: expected functions of (record, state).")
 
 
-def check_batch_size(batch_size: int, samples: int) -> None:
-    """Refuse a batch larger than the epoch, which would silently be cut."""
+def check_batch_size(batch_size: int, samples: int, otherwise: str = "") -> None:
+    """Refuse a batch larger than the epoch, which would silently be cut; `otherwise` is other advice."""
     if batch_size > samples > 0:
         raise ValueError(
             f"batch_size is {batch_size:,}, but the source has {samples:,} samples, and each is used once per "
-            f"epoch. Give at most {samples:,}."
+            f"epoch. Give at most {samples:,}{otherwise}."
         )

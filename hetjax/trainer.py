@@ -18,7 +18,8 @@ from hetjax.arguments import MOST_SAMPLES, MOST_SEED, check_batch_size, check_ho
 from hetjax.data.batches import FeedBatch, is_stream
 from hetjax.data.memory import as_source
 from hetjax.data.prefetch import Feed, Rows
-from hetjax.data.source import check_finite, fetch, is_endless
+from hetjax.data.source import Source, check_finite, fetch, is_endless
+from hetjax.data.trees import is_array
 from hetjax.engines import EngineSpec
 from hetjax.fleet.agree import digest, same
 from hetjax.history import History, Hook, Recorder
@@ -199,7 +200,7 @@ class Trainer:
         endless = is_endless(source)
         if endless:
             self._check_endless(len(source), length)
-        order = EndlessSampler(self.batch_size) if endless else self._make_sampler(len(source))
+        order = EndlessSampler(self.batch_size) if endless else self._make_sampler(source)
         if self._order is not None:
             order.load_state_dict(self._order, state.cursor)
         self._sampler = sampler = self.sync.sampler(order, self.step.quantum)
@@ -253,7 +254,7 @@ class Trainer:
                 "A stream of batches has no known length: give the number of steps, at least 1, or leave it out to "
                 "train until the stream ends. For epochs give a source with __len__ and __getitem__."
             )
-        self._check_without_epochs("a stream of batches")
+        self._check_without_epochs("a source with __len__ and __getitem__ instead of a stream of batches")
         return loops.over_stream(self.step, state, stream, length.get("steps"), hooks)
 
     def _check_endless(self, samples: int, length: Mapping[str, int]) -> None:
@@ -262,14 +263,14 @@ class Trainer:
                 f"The source has no end (its length is {samples:,}), so it has no epochs: give the number of steps "
                 "instead, or leave out .repeat()."
             )
-        self._check_without_epochs("an endless one")
+        self._check_without_epochs("a source that ends, without .repeat()")
 
-    def _check_without_epochs(self, given: str) -> None:
-        """Refuse what needs the samples of an epoch."""
+    def _check_without_epochs(self, remedy: str) -> None:
+        """Refuse options that need the samples of an epoch."""
         if not self.sync.stepped or self.partition != "global":
             raise ValueError(
-                f"The sync {self.sync.name!r} with partition {self.partition!r} chooses samples by itself: give a "
-                f"source with __len__ and __getitem__ instead of {given}."
+                f"The sync {self.sync.name!r} with partition {self.partition!r} chooses samples by itself: give "
+                f"{remedy}."
             )
         presets.check_without_epochs(self.controller)
 
@@ -386,8 +387,10 @@ class Trainer:
         by_samples = self.sync.end_of(sampler, cursor, count) if unit == "steps" else None
         return cursor + sampler.size * count if by_samples is None else by_samples
 
-    def _make_sampler(self, samples: int) -> Any:
-        check_batch_size(self.batch_size, samples)
+    def _make_sampler(self, source: Source) -> Any:
+        samples = len(source)
+        listed = isinstance(source, list) and samples > 0 and is_array(source[0])
+        check_batch_size(self.batch_size, samples, " or a tuple of arrays instead of a list of samples" * listed)
         if self.blocks is None:
             kind = {"global": Sampler, "proportional": ProportionalSampler}[self.partition]
             return kind(samples, self.batch_size, self.seed)

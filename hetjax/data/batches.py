@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from hetjax.data.prefetch import Feed, Rows, fetch_positions
-from hetjax.data.trees import map_leaves
+from hetjax.data.trees import is_numbers
 from hetjax.fleet.agree import gather
 from hetjax.reduce.layout import MANY
 from hetjax.sampling.order import Span
@@ -108,7 +108,7 @@ def as_batch(batch: Any, limit: int) -> HostBatch:
 
 
 def _arrays(batch: Any) -> Tree:
-    leaves, tree = jax.tree.flatten(map_leaves(_whole, batch))
+    leaves, tree = jax.tree.flatten(_whole(batch))
     arrays = [np.asarray(leaf) for leaf in leaves]
     if not arrays or any(array.ndim == 0 for array in arrays):
         raise ValueError(
@@ -123,9 +123,15 @@ def _arrays(batch: Any) -> Tree:
     return jax.tree.unflatten(tree, [np.asarray(x, jax.dtypes.canonicalize_dtype(x.dtype)) for x in arrays])
 
 
-def _whole(leaf: Any) -> Any:
-    """Turn a list of numbers into an array, as JAX would take it apart; any other leaf is returned unchanged."""
-    if not isinstance(leaf, list):
+def _whole(batch: Any) -> Tree:
+    """Replace what JAX would take apart or not look into: lists of numbers by arrays, unknown mappings by dicts."""
+    return jax.tree.map(_known, batch, is_leaf=is_numbers)
+
+
+def _known(leaf: Any) -> Tree:
+    if isinstance(leaf, Mapping):
+        return _whole(dict(leaf))
+    if not is_numbers(leaf):
         return leaf
     try:
         return np.asarray(leaf)

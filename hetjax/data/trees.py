@@ -18,6 +18,16 @@ def is_array(value: Any) -> bool:
     return hasattr(value, "__array__") and len(getattr(value, "shape", ())) > 0
 
 
+def is_numbers(value: Any) -> bool:
+    """Whether this is a list of numbers, possibly in nested lists, as decoders of JSON and Arrow return them."""
+    if not isinstance(value, list):
+        return False
+    kinds = set(map(type, value))
+    if any(not issubclass(kind, np.generic) for kind in kinds - _NUMBERS - {list}):
+        return False
+    return list not in kinds or all(is_numbers(inner) for inner in value if isinstance(inner, list))
+
+
 def is_named(value: Any) -> bool:
     """Whether this is a named tuple."""
     return isinstance(value, tuple) and hasattr(value, "_fields")
@@ -29,7 +39,7 @@ def branches(node: Tree) -> list[tuple[Any, Tree]] | None:
         return list(node.items())
     if is_named(node):
         return list(zip(node._fields, node, strict=True))
-    if isinstance(node, tuple) or (isinstance(node, list) and not _all_numbers(node)):
+    if isinstance(node, tuple) or (isinstance(node, list) and not is_numbers(node)):
         return list(enumerate(node))
     return None
 
@@ -81,21 +91,13 @@ def holds_columns(source: Any) -> bool:
     if len({str(map_leaves(_kind, element)) for element in source}) > 1:
         return True
     if isinstance(source, tuple):
+        kind, rows = type(source[0]).__name__, leaves[0].shape[0]
         raise ValueError(
-            f"A tuple of {len(source)} {type(source[0]).__name__}s of like arrays with {leaves[0].shape[0]:,} rows could "
-            "be samples, or arrays with one row per sample. Give samples as a list, arrays as a dict."
+            f"A tuple of {len(source)} {kind}s of like arrays with {rows:,} rows could be samples, or arrays with one "
+            "row per sample. Give samples as a list, arrays as a dict."
         )
     return False
 
 
 def _kind(leaf: Any) -> str:
     return f"{leaf.dtype}{tuple(leaf.shape)}"
-
-
-def _all_numbers(values: list[Any]) -> bool:
-    """Whether a list holds only numbers, possibly in nested lists, as decoders of JSON and Arrow return them."""
-    kinds = set(map(type, values))
-    others = kinds - _NUMBERS - {list}
-    if any(not issubclass(kind, np.generic) for kind in others):
-        return False
-    return list not in kinds or all(_all_numbers(value) for value in values if type(value) is list)

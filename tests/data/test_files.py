@@ -177,6 +177,15 @@ def test_unusable_npz_arrays_are_named(tmp_path, arrays, message):
         load(f"npz:{file}")
 
 
+def test_a_file_too_small_for_a_test_split_says_so(tmp_path):
+    file = tmp_path / "data.npz"
+    np.savez(file, x=IMAGES[:8], y=np.arange(8) // 2)
+    assert len(load(f"npz:{file}")) == 8
+    words = "no label occurs often enough among the 8 samples .* Add samples, or give .* x_test and y_test"
+    with pytest.raises(ValueError, match=rf"data\.npz: {words}"):
+        load(f"npz:{file}", "test")
+
+
 @pytest.mark.parametrize("content", [b"", b"not a zip", b"PK\x03\x04 broken"])
 def test_a_broken_npz_is_named(tmp_path, content):
     file = tmp_path / "data.npz"

@@ -1,6 +1,6 @@
 """Which sources are arrays with a row per sample and which are samples, and that structures are kept."""
 
-from collections import UserDict
+from collections import OrderedDict, UserDict
 from typing import NamedTuple
 
 import numpy as np
@@ -180,7 +180,8 @@ def test_structure_survives_prefetching_padding_and_slicing():
         ([Tensor(X), Tensor(Y)], [X, Y]),
         (Pair(X, (Y, Y)), Pair(X, (Y, Y))),
         (Counted(X, Y), Counted(X, Y)),
-        (UserDict({"x": X}), {"x": X}),
+        (UserDict({"x": X, "y": UserDict(a=Y)}), {"x": X, "y": {"a": Y}}),
+        (OrderedDict(y=Y, x=X), OrderedDict(y=Y, x=X)),
         (X, X),
         (Y.tolist(), Y),
     ],
@@ -189,12 +190,13 @@ def test_structure_survives_prefetching_padding_and_slicing():
 def test_batches_keep_their_structure(batch, expected):
     made = as_batch(batch, 6)
     assert len(made) == 6
+    assert type(made.rows(0, 6)) is type(expected)
     assert shown(made.rows(0, 6)) == shown(expected)
     assert {values.dtype.itemsize for _, values in named_leaves(made.rows(0, 6))} == {4}
 
 
 def test_a_single_sample_is_no_batch():
-    with pytest.raises(ValueError, match="got a dict of .*If the stream yields single samples, batch them first"):
+    with pytest.raises(ValueError, match=r"got a dict of .*If the stream yields single samples, batch them first"):
         as_batch({"x": X[0], "y": 3}, 6)
 
 

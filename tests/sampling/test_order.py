@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hetjax.sampling.order import Sampler, permute
+from hetjax.sampling.order import EndlessSampler, Sampler, permute
 
 
 @given(size=st.integers(1, 3000), seed=st.integers(0, 2**63), epoch=st.integers(0, 1000))
@@ -82,3 +82,15 @@ def test_steps_and_samples_convert_into_each_other():
     for step in range(1, 20):
         cursor += sampler.step(cursor).batch
         assert (sampler.samples_in(step), sampler.whole_steps(cursor)) == (cursor, step)
+
+
+@pytest.mark.parametrize("batch", [1, 7, 512])
+def test_an_endless_order_has_every_index_once_and_positions_of_32_bits(batch):
+    sampler = EndlessSampler(batch)
+    for cursor in (0, 3 * batch, sampler.size - batch, sampler.size, 5 * sampler.size + batch):
+        span = sampler.step(cursor)
+        assert span.batch == batch
+        assert span.stop <= 2**31
+        indices = sampler.indices(span.epoch, span.start, span.stop)
+        assert indices.tolist() == list(range(cursor, cursor + batch))
+        assert sampler.end_of(cursor, 3) == cursor + 3 * batch
