@@ -103,43 +103,39 @@ def stack(samples: Sequence[Any], rows: Sequence[int], path: str = "") -> Batch:
     first = samples[0]
     if (inside := branches(first)) is not None:
         keys = [key for key, _ in inside]
-        for sample, row in zip(samples, rows, strict=True):
-            if not _like(sample, first):
-                raise _mismatch(row, rows[0], path, _structure(sample), _structure(first))
-        at = keys if isinstance(first, Mapping) else range(len(keys))
+        if isinstance(first, Mapping):
+            like, at = [isinstance(s, Mapping) and s.keys() == first.keys() for s in samples], keys
+        else:
+            like, at = [type(s) is type(first) and len(s) == len(keys) for s in samples], list(range(len(keys)))
+        if not all(like):
+            odd = like.index(False)
+            raise _mismatch(rows[odd], rows[0], path, _structure(samples[odd]), _structure(first))
         return rebuilt(
             first, [stack([s[i] for s in samples], rows, f"{path}[{k!r}]") for i, k in zip(at, keys, strict=True)]
         )
-    leaves = [_leaf(sample, row, path) for sample, row in zip(samples, rows, strict=True)]
+    try:
+        leaves = [np.asarray(sample) for sample in samples]
+    except ValueError as error:
+        raise ValueError(
+            f"Samples{path} are lists that are no arrays ({error}). Pad ragged lists; give unlike parts as a tuple or "
+            "dict."
+        ) from error
     for leaf, row in zip(leaves, rows, strict=True):
+        if leaf.dtype.kind not in NUMBERS:
+            raise TypeError(f"Sample {row}{path} is {_other(leaf)}.")
         if leaf.shape != leaves[0].shape or leaf.dtype != leaves[0].dtype:
             raise _mismatch(row, rows[0], path, _shape(leaf), _shape(leaves[0]))
     return np.stack(leaves)
 
 
-def _like(sample: Any, first: Any) -> bool:
-    """Whether two containers have the same type and keys."""
-    if isinstance(first, Mapping):
-        return isinstance(sample, Mapping) and sample.keys() == first.keys()
-    return type(sample) is type(first) and len(sample) == len(first)
-
-
-def _leaf(sample: Any, row: int, path: str) -> np.ndarray:
-    if sample is None:
-        raise TypeError(
-            f"Sample {row}{path} is None, not numbers. A source needs a value for every index: filter before it is "
-            "made, or train on a stream of batches."
+def _other(leaf: np.ndarray) -> str:
+    """What a leaf is that does not hold numbers."""
+    if leaf.dtype == object and leaf.ndim == 0 and leaf.item() is None:
+        return (
+            "None, not numbers. A source needs a value for every index: filter before it is made, or train on a "
+            "stream of batches"
         )
-    try:
-        leaf = np.asarray(sample)
-    except ValueError as error:
-        raise ValueError(
-            f"Sample {row}{path} is a list that is no array ({error}). Pad ragged lists; give unlike parts as a tuple "
-            "or dict."
-        ) from error
-    if leaf.dtype.kind not in NUMBERS:
-        raise TypeError(f"Sample {row}{path} is {leaf.dtype}, not numbers.")
-    return leaf
+    return f"{leaf.dtype}, not numbers"
 
 
 def _mismatch(row: int, first: int, path: str, given: str, expected: str) -> ValueError:

@@ -145,8 +145,8 @@ def test_named_tuples_of_samples_are_kept():
 @pytest.mark.parametrize(
     ("samples", "error", "words"),
     [
-        ([[1, [2, 3]]], ValueError, "Sample 0 is a list that is no array .* give unlike parts as a tuple"),
-        ([{"x": [[1, 2], [3]]}], ValueError, r"Sample 0\['x'\] is a list that is no array"),
+        ([[1, [2, 3]]], ValueError, "Samples are lists that are no arrays .* give unlike parts as a tuple"),
+        ([{"x": [[1, 2], [3]]}], ValueError, r"Samples\['x'\] are lists that are no arrays"),
         ([{"x": None}], TypeError, r"Sample 0\['x'\] is None, not numbers"),
         ([(1, 2), Pair(1, 2)], ValueError, "sample 1 is a Pair of 2 while sample 0 is a tuple of 2"),
         ([[X, Y], [X]], ValueError, "sample 1 is a list of 1 while sample 0 is a list of 2"),
