@@ -80,7 +80,7 @@ class ChunkedEngine:
                 self._zeros.update(zip(devices, compile_for(program.zeros, (), devices), strict=True))
                 self._add.update(zip(devices, compile_for(_add, (sums, sums), devices, donate=(0,)), strict=True))
             self.ladders[kind] = Ladder(
-                self._chunk,
+                _chunk_of(program.for_kinds([kind])),
                 self._arguments,
                 self._add,
                 devices,
@@ -111,12 +111,6 @@ class ChunkedEngine:
         return sorted({*tops, min(share, max(tops)), *geometric_rungs(max(tops), self.quantum)})
 
     # -- programs --
-
-    def _chunk(self, leaves: list[jax.Array], rows: Tree, ctl: jax.Array) -> Parts:
-        """The sums over these rows; `leaves`: those of the parameters and the model state."""
-        tree = jax.tree.structure((self.program.params, self.program.model_state))
-        params, model_state = jax.tree.unflatten(tree, leaves)
-        return tuple(part[None] for part in self.program.row_sums(params, model_state, rows, ctl))
 
     def _arguments(self, rows: int, device: jax.Device | None) -> tuple:
         p = self.program
@@ -242,6 +236,17 @@ class ChunkedEngine:
 
     def close(self) -> None:
         self._background.shutdown(wait=True, cancel_futures=True)
+
+
+def _chunk_of(program: Program) -> Callable[[list[jax.Array], Tree, jax.Array], Parts]:
+    """The function to compile: the sums over rows from the leaves of the parameters and the model state."""
+    tree = jax.tree.structure((program.params, program.model_state))
+
+    def chunk(leaves: list[jax.Array], rows: Tree, ctl: jax.Array) -> Parts:
+        params, model_state = jax.tree.unflatten(tree, leaves)
+        return tuple(part[None] for part in program.row_sums(params, model_state, rows, ctl))
+
+    return chunk
 
 
 def _add(parts: Parts, more: Parts) -> Parts:

@@ -45,7 +45,7 @@ class Spmd:
     compiling = False
 
     def __init__(self, program: Program, workers: Workers, clocks: Clocks, *, capacity: int, buffer: int, quantum: int):
-        self.program, self.workers, self.clocks = program, workers, clocks
+        self.program, self.workers, self.clocks = program.for_kinds(workers.kinds), workers, clocks
         self.capacity, self.buffer, self.quantum = capacity, buffer, quantum
         self.axis = SyncAxis(AXIS)
         params_spec = P(AXIS) if program.own_parameters else P()
