@@ -8,9 +8,10 @@ from problems import RandomPlans, distance
 from sample_log import check_epochs, log_samples, samples_of
 from tiny_problem import BATCH, SAMPLES, loss_fn, source, trainer_for
 
-from hetjax import Chunked, Step
+from hetjax import Chunked, Looped, Step
 from hetjax.devices.compile import compiles
 from hetjax.devices.workers import Workers
+from hetjax.engines import ChunkedEngine
 from hetjax.engines.ladder import Ladder
 from hetjax.planning.controllers.base import Plan
 
@@ -81,7 +82,10 @@ def train(fault=None, steps=5, **options):
             records.append(record)
             if number == 0 and fault is not None:
                 records.append(step.flush())
-                calls = exhaust(step.engine, 1, **fault)
+                if isinstance(step.engine, ChunkedEngine):
+                    calls = exhaust(step.engine, 1, **fault)
+                else:
+                    exhaust_spmd(step.engine, **fault)
         records.append(step.flush())
         return step.export(state).params, [record for record in records if record is not None], calls
 
@@ -174,6 +178,51 @@ def test_a_sentence_says_that_not_even_the_smallest_microbatch_fits():
 def test_other_errors_end_the_run():
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL: a fault"):
         train({"rows": 4, "message": "INTERNAL: a fault of the device"})
+
+
+def exhaust_spmd(engine, rows, late=False):
+    """Make the program of all workers fail with microbatches of more than `rows` rows."""
+    dispatch = engine.dispatch
+
+    def limited(arguments):
+        sums_w = dispatch(arguments)
+        if getattr(engine, "micro", engine.buffer) <= rows:
+            return sums_w
+        if not late:
+            raise jax.errors.JaxRuntimeError(EXHAUSTED)
+        return [sums_w[0], (TooLarge(),), (TooLarge(),)]  # on two workers only
+
+    engine.dispatch = limited
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_looped_engine_is_compiled_again_for_smaller_microbatches(late, unlimited, caplog):
+    params, losses = unlimited
+    controller = FixedPlans()
+    found, records, _ = train({"rows": 2, "late": late}, engine=Looped(micro=8), controller=controller)
+    assert distance(found, params) <= 1e-6
+    np.testing.assert_allclose([record.loss for record in records], losses, rtol=1e-6)
+    assert [samples_of(r.metrics, BATCH) for r in records] == [list(range(i * 16, (i + 1) * 16)) for i in range(5)]
+    assert [message.split(".")[0] for message in warnings(caplog)] == [
+        f"The looped engine ran out of memory with microbatches of {micro} rows" for micro in (8, 4)
+    ]
+    before, after = controller.limits[0], controller.limits[-1]
+    three_W = np.full(3, 3)
+    assert (before.work(three_W).tolist(), after.work(three_W).tolist()) == ([8] * 3, [4] * 3)  # rows of padded loops
+    again = np.array([np.isnan(seen.times_W).any() for seen in controller.seen])
+    assert again.tolist() == [True, True, False, False, False]  # the first step warms up
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        (Looped(micro=2), "The looped engine ran out of memory with microbatches of 1 rows, and smaller ones are imp"),
+        ("masked", "The masked engine ran out of memory with a buffer of 12 rows per worker, which it computes at"),
+    ],
+)
+def test_engines_of_one_program_say_what_to_do_if_they_cannot_shrink(engine, message):
+    with pytest.raises(MemoryError, match=message):
+        train({"rows": 0}, engine=engine)
 
 
 def test_with_several_processes_only_the_worker_changes_and_not_the_plans(monkeypatch, caplog):
