@@ -196,7 +196,7 @@ class Pipeline:
         stop, save = self.requests.stop, self.requests.take_save()
         return [
             own_slots(
-                result.seconds if timed and plan.counts_W[i] > 0 else None,
+                result.seconds if timed and result.as_planned and plan.counts_W[i] > 0 else None,
                 result.rows,
                 plan.checksum,
                 stop,

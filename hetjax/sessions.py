@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,7 @@ class Sessions:
         quantum: counts are multiples of it.
         simulation: simulated speeds of training, or None.
         wait_limit: maximum seconds to wait for a local phase.
+        dtypes: compute dtypes by kind of device.
     """
 
     loss_fn: Callable[..., Any]
@@ -52,6 +53,7 @@ class Sessions:
     quantum: int
     simulation: Simulation | None
     wait_limit: float
+    dtypes: Mapping[str, str]
     _open: dict[bool, Session] = field(default_factory=dict, init=False)  # by whether it trains
 
     @property
@@ -87,6 +89,7 @@ class Sessions:
             own_parameters=sync.own_parameters,
             quantum=self.quantum,
             wait_limit=self.wait_limit,
+            dtypes=self.dtypes,
             **sync.engine_options(self.workers, self.quantum, simulation, options),
         )
         if session.exact_sync:
@@ -112,6 +115,7 @@ class Sessions:
             quantum=self.quantum,
             hold=no_hold,
             wait_limit=self.wait_limit,
+            dtypes=self.dtypes,
             batch=self.limit,
             capacity=self.capacity,
             priced_by_rows=False,

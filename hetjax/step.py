@@ -17,6 +17,7 @@ from hetjax.data.batches import HostBatch, as_batch, sample_of, until_shortest
 from hetjax.data.prefetch import Rows
 from hetjax.devices import memory
 from hetjax.engines import Engine, EngineSpec
+from hetjax.engines.precision import ComputeDtype, dtypes_by_kind
 from hetjax.engines.specs import PerWorker, per_worker
 from hetjax.evaluation import mean_over
 from hetjax.fleet.agree import digest, same
@@ -73,6 +74,8 @@ class Step:
         speeds: simulated relative speeds, one per worker, or a `hetjax.Simulation`. Default: real speeds.
         capacity: maximum samples of a worker in a step; one number, or one per worker. Default: chosen by the engine.
         quantum: counts are multiples of it. Default: the model's (the group size of BatchNorm), or 1.
+        compute_dtype: dtype of parameters and inputs in `loss_fn`, such as 'bfloat16', or one per kind of device or
+            platform: `{"Tesla T4": "float32", "default": "bfloat16"}`. Parameters, model state and sums stay float32.
         eval_fn: loss for `evaluate`, if it differs from `loss_fn` (no dropout, running averages).
         advance: `(model_state, state_sums) -> model_state`. Default: `hetjax.running_average(0.9)`.
         ema_decay: decay of an exponential moving average of the parameters, which is then evaluated. Default: none.
@@ -104,6 +107,7 @@ class Step:
         speeds: Sequence[float] | Simulation | None = None,
         capacity: PerWorker = None,
         quantum: int | None = None,
+        compute_dtype: ComputeDtype = None,
         eval_fn: Callable[..., Any] | None = None,
         advance: Callable[[Tree, Tree], Tree] | None = None,
         ema_decay: float | None = None,
@@ -148,7 +152,7 @@ class Step:
             self.limit = min(self.limit, int(capacity_W.sum()))
         self.sessions = Sessions(
             loss_fn, eval_fn or loss_fn, self.advance, chosen.engine, self.workers, self.batch_size, self.limit,
-            capacity, self.quantum, self.simulation, self.wait_limit,
+            capacity, self.quantum, self.simulation, self.wait_limit, dtypes_by_kind(compute_dtype),
         )  # fmt: skip
         self._pipeline: Pipeline | None = None
         self._shares_W = np.ones(len(self.workers))
@@ -439,5 +443,6 @@ class Step:
             state_of_the_optimizer=digest(state.opt_state) if one_set else None,
             moving_average=[self.ema_decay, digest(state.ema) if one_set else None],
             quantum=self.quantum,
+            compute_dtype=self.sessions.dtypes,
             on_nonfinite=[self.nonfinite.policy, self.nonfinite.max_skips],
         )

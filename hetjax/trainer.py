@@ -62,8 +62,8 @@ class Trainer:
         capacity: maximum samples of a worker in a step; one number, or one per worker.
         quantum: counts are multiples of it. Default: the model's (the group size of BatchNorm), or 1.
         seed: the order of the samples derives from it, and with their positions their random keys.
-        **options: further options of `hetjax.Step`: transport, devices, speeds, eval_fn, advance, ema_decay,
-            on_nonfinite, max_skips, wait_limit.
+        **options: further options of `hetjax.Step`: transport, devices, speeds, compute_dtype, eval_fn, advance,
+            ema_decay, on_nonfinite, max_skips, wait_limit.
 
     Raises:
         TypeError: if an option is unknown or of the wrong type.

@@ -75,6 +75,11 @@ def gib(size: int) -> str:
     return f"{size / 2**30:,.1f} GiB"
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, on a device or on the host."""
+    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()
+
+
 def needed(program: Any) -> int | None:
     """Bytes that one run of a compiled program takes: arguments, outputs and temporaries, aliased buffers once."""
     analysis = program.memory_analysis()

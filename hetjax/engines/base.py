@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import jax
@@ -14,6 +14,7 @@ import numpy as np
 from hetjax.data.prefetch import Rows
 from hetjax.devices.workers import Workers
 from hetjax.engines.clocks import LocalResult
+from hetjax.engines.precision import cast, common_dtype
 from hetjax.planning.limits import Limits
 from hetjax.reduce.base import Replicas
 from hetjax.reduce.layout import Parts
@@ -33,6 +34,7 @@ class Program:
     model_state: Tree
     row: Tree  # one sample
     own_parameters: bool = False  # parameters differ between workers and have a leading axis of 1
+    dtypes: Mapping[str, str] = field(default_factory=dict)  # compute dtypes by kind of device
 
     def with_own_parameters(self) -> Program:
         """The program for workers that each hold their own parameters."""
@@ -41,6 +43,18 @@ class Program:
         row_sums = lambda params, state, rows, ctl: self.row_sums(own(params), own(state), rows, ctl)
         params, model_state = add_axis(self.params), add_axis(self.model_state)
         return replace(self, row_sums=row_sums, params=params, model_state=model_state, own_parameters=True)
+
+    def for_kinds(self, kinds: Iterable[str]) -> Program:
+        """The program in the compute dtype of these kinds of device.
+
+        Parameters and rows are cast before the loss function. Gradients come out in that dtype and are widened where
+        `Layout.pack` lays out the sums, as are the losses before they are added.
+        """
+        dtype = common_dtype(kinds, self.dtypes)
+        if dtype is None:
+            return self
+        row_sums = lambda params, state, rows, ctl: self.row_sums(cast(params, dtype), state, cast(rows, dtype), ctl)
+        return replace(self, row_sums=row_sums)
 
     def block(self, rows: int) -> Tree:
         """Shapes of a block of rows."""

@@ -3,22 +3,27 @@
 There is no control flow inside XLA, so convolutions run at native speed, and workers may be of different kinds. A count
 is covered by the cheapest sequence of microbatches (chunks) at measured prices; only the last chunk is padded. The sums
 of further chunks are added to those of the first in place (donated).
+
+A worker that runs out of memory computes the same samples again in smaller chunks, and keeps to those from then on.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
-from hetjax.adapters.contract import control
+from hetjax.adapters.contract import COUNT, EPOCH, POSITION, SEED, control
 from hetjax.data.prefetch import Rows
+from hetjax.devices import memory
 from hetjax.devices.compile import compile_for, expected
 from hetjax.devices.workers import Workers, device_kind
 from hetjax.engines.base import Program
@@ -31,6 +36,7 @@ from hetjax.reduce.base import Replicas
 from hetjax.reduce.layout import Parts
 from hetjax.sampling.order import Span
 
+log = logging.getLogger("hetjax")
 Tree = Any
 
 _SMALLEST = 4  # rows of the smallest rung with several processes: the granularity of counts
@@ -67,7 +73,9 @@ class ChunkedEngine:
     ):
         self.program, self.workers, self.clocks, self.quantum = program, workers, clocks, quantum
         self.capacity_W = np.asarray(capacity_W, np.int64)
-        self.max_rows_W = self.capacity_W if max_rows_W is None else np.minimum(self.capacity_W, max_rows_W)
+        self.max_rows_W = np.minimum(self.capacity_W, self.capacity_W if max_rows_W is None else max_rows_W)
+        self.fitting_W = self.max_rows_W.copy()  # the same, but falls where this process runs out of memory
+        self._lock = threading.Lock()  # limits change between steps, and on the thread of a worker out of memory
         self.devices = [workers.devices[i] for i in workers.local]
         several = workers.several_processes  # all need the same rungs, so the ladder does not grow
         self.ladders: dict[str, Ladder] = {}
@@ -80,7 +88,7 @@ class ChunkedEngine:
                 self._zeros.update(zip(devices, compile_for(program.zeros, (), devices), strict=True))
                 self._add.update(zip(devices, compile_for(_add, (sums, sums), devices, donate=(0,)), strict=True))
             self.ladders[kind] = Ladder(
-                self._chunk,
+                _chunk_of(program.for_kinds([kind])),
                 self._arguments,
                 self._add,
                 devices,
@@ -112,12 +120,6 @@ class ChunkedEngine:
 
     # -- programs --
 
-    def _chunk(self, leaves: list[jax.Array], rows: Tree, ctl: jax.Array) -> Parts:
-        """The sums over these rows; `leaves`: those of the parameters and the model state."""
-        tree = jax.tree.structure((self.program.params, self.program.model_state))
-        params, model_state = jax.tree.unflatten(tree, leaves)
-        return tuple(part[None] for part in self.program.row_sums(params, model_state, rows, ctl))
-
     def _arguments(self, rows: int, device: jax.Device | None) -> tuple:
         p = self.program
         shapes = (jax.tree.leaves((p.params, p.model_state)), p.block(rows), p.ctl)
@@ -146,25 +148,27 @@ class ChunkedEngine:
         return agreed
 
     def _update_limits(self) -> None:
-        """Rebuild the price staircases and the limits of plans from current prices."""
-        workers = zip(self.workers.devices, self.max_rows_W, self.capacity_W, strict=True)
-        self._group_W = [(device_kind(device), int(rows), int(capacity)) for device, rows, capacity in workers]
+        """Rebuild the limits of plans, which all processes agree on, and the price staircases of the workers."""
+        kind_W = [device_kind(device) for device in self.workers.devices]
+        grouped = lambda rows_W: list(zip(kind_W, rows_W.tolist(), self.capacity_W.tolist(), strict=True))
+        agreed_W, own_W = grouped(self.max_rows_W), grouped(self.fitting_W)
         lists = {kind: ladder.price_list for kind, ladder in self.ladders.items()} | self._remote
-        self._stairs = {g: lists[g[0]].staircase(g[1], g[2]) for g in dict.fromkeys(self._group_W)}
-        groups = list(self._stairs)
+        stairs = {g: lists[g[0]].staircase(g[1], g[2]) for g in dict.fromkeys(agreed_W + own_W)}
+        groups = list(dict.fromkeys(agreed_W))
+        self._stairs_W = [stairs[g] for g in own_W]
         self._limits = Limits(
             capacity_W=self.capacity_W,
             minimum_W=np.zeros(len(self.workers), np.int64),
             quantum=self.quantum,
-            kind_W=np.array([groups.index(g) for g in self._group_W], np.int64),
-            stairs=tuple(stairs.price_N / lists[g[0]].unit for g, stairs in self._stairs.items()),
+            kind_W=np.array([groups.index(g) for g in agreed_W], np.int64),
+            stairs=tuple(stairs[g].price_N / lists[g[0]].unit for g in groups),
         )
 
     def limits(self) -> Limits:
         return self._limits
 
     def rows_of(self, worker: int, count: int) -> int:
-        return self._stairs[self._group_W[worker]].rows(count)
+        return self._stairs_W[worker].rows(count)
 
     def grow(self, counts_W: np.ndarray) -> None:
         """Add a rung that has been compiled, or start the search for the next one.
@@ -174,9 +178,7 @@ class ChunkedEngine:
         if self.growing is not None and self.growing.done():
             found, self.growing, self.compiling = self.growing.result(), None, False
             if found is not None:
-                ladder, rung, programs = found
-                ladder.add(rung, programs)
-                self._update_limits()
+                self._join(*found)
                 self._settled = 0  # a further rung may pay for the same counts
         if self.growing is None and any(len(x.price_list.prices) < len(x.wanted) for x in self.ladders.values()):
             self._settled = self._settled + 1 if np.array_equal(counts_W, self._counts_W) else 0
@@ -190,14 +192,17 @@ class ChunkedEngine:
             self.growing.result()
             self.grow(counts_W)
         while (found := self._next_rung(counts_W)) is not None:
-            ladder, rung, programs = found
-            ladder.add(rung, programs)
-            self._update_limits()
+            self._join(*found)
         self.compiling = False
+
+    def _join(self, ladder: Ladder, rung: int, programs: Any) -> None:
+        ladder.add(rung, programs)
+        with self._lock:
+            self._update_limits()
 
     def _next_rung(self, counts_W: np.ndarray) -> tuple[Ladder, int, Any] | None:
         for kind, ladder in self.ladders.items():
-            mine = [i for i, group in enumerate(self._group_W) if group[0] == kind]
+            mine = [i for i, device in enumerate(self.workers.devices) if device_kind(device) == kind]
             rung = ladder.next_rung([int(counts_W[i]) for i in mine], [int(self.max_rows_W[i]) for i in mine])
             if rung is not None:
                 self.compiling = any(device.platform == "cpu" for device in self.devices)
@@ -213,7 +218,7 @@ class ChunkedEngine:
     def chunks(self, rows: Rows, epoch: int, worker: int, start: int, count: int, seed: int) -> list[Chunk]:
         """Lay out `count` samples from position `start` of an epoch for one worker."""
         device, chunks, done = self.workers.devices[worker], [], 0
-        for rung in self._stairs[self._group_W[worker]].chunks(count):
+        for rung in self._stairs_W[worker].chunks(count):
             ctl = control(min(rung, count - done), seed=seed, epoch=epoch, position=start + done)
             block = rows.block(start + done, rung)
             if device.platform != "cpu":  # CPU programs read host memory directly; others get it ahead of time
@@ -228,9 +233,21 @@ class ChunkedEngine:
 
     def phase(self, k: int, chunks: list[Chunk], leaves: list[jax.Array], ready: jax.Array) -> LocalResult:
         """Run the local phase of local worker k on the calling thread, with parameters on its device."""
+        ready.block_until_ready()
+        worker, fitting = self.workers.local[k], chunks
+        while True:
+            fitting = self._refit(worker, fitting)
+            try:
+                result = self._attempt(k, fitting, leaves)
+                return result if fitting is chunks else replace(result, as_planned=False)
+            except Exception as error:
+                if not chunks or not memory.out_of_memory(error):
+                    raise
+                self._lower(worker, max(chunk.rung for chunk in fitting), error)
+
+    def _attempt(self, k: int, chunks: list[Chunk], leaves: list[jax.Array]) -> LocalResult:
         device = self.devices[k]
         programs = self.ladders[device_kind(device)].programs
-        ready.block_until_ready()
         began = time.perf_counter()
         parts: Parts | None = None
         for chunk in chunks:
@@ -240,8 +257,53 @@ class ChunkedEngine:
             parts = self._zeros[device]()
         return self.clocks.finish(k, sum(chunk.rung for chunk in chunks), began, parts)
 
+    # -- out of memory --
+
+    def _lower(self, worker: int, rung: int, error: Exception) -> None:
+        """Keep a worker to smaller chunks than `rung` rows, which did not fit into its memory."""
+        device = self.workers.devices[worker]
+        limit = self.ladders[device_kind(device)].below(rung)
+        if limit is None:
+            raise MemoryError(
+                f"Worker {worker} ({device}) ran out of memory with a microbatch of {rung} rows, the smallest that is "
+                "compiled. Give smaller ones (engine=hetjax.Chunked(rungs=[...])), use a smaller model or smaller "
+                "samples, or leave this device out."
+            ) from error
+        several = self.workers.several_processes
+        log.warning(
+            "Worker %d (%s) ran out of memory with a microbatch of %d rows. It runs the step again with the same "
+            "samples, and from now on computes at most %d rows at a time.%s",
+            worker, device, rung, limit, " Plans still assume the larger ones: all processes agreed on them." * several,
+        )  # fmt: skip
+        with self._lock:
+            self.fitting_W[worker] = limit
+            if not several:
+                self.max_rows_W[worker] = limit
+            self._update_limits()
+
+    def _refit(self, worker: int, chunks: list[Chunk]) -> list[Chunk]:
+        """Lay the samples of chunks out anew if some no longer fit into the worker's memory."""
+        if all(chunk.rung <= self._stairs_W[worker].rungs[-1] for chunk in chunks):
+            return chunks
+        fitting = []
+        for chunk in chunks:
+            count, seed, epoch, start = (int(chunk.ctl[i]) for i in (COUNT, SEED, EPOCH, POSITION))
+            fitting += self.chunks(Rows(jax.device_get(chunk.rows), start), epoch, worker, start, count, seed)
+        return fitting
+
     def close(self) -> None:
         self._background.shutdown(wait=True, cancel_futures=True)
+
+
+def _chunk_of(program: Program) -> Callable[[list[jax.Array], Tree, jax.Array], Parts]:
+    """The function to compile: the sums over rows from the leaves of the parameters and the model state."""
+    tree = jax.tree.structure((program.params, program.model_state))
+
+    def chunk(leaves: list[jax.Array], rows: Tree, ctl: jax.Array) -> Parts:
+        params, model_state = jax.tree.unflatten(tree, leaves)
+        return tuple(part[None] for part in program.row_sums(params, model_state, rows, ctl))
+
+    return chunk
 
 
 def _add(parts: Parts, more: Parts) -> Parts:

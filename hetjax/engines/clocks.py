@@ -35,6 +35,7 @@ class LocalResult:
     rows: int
     began: float
     ended: float
+    as_planned: bool = True  # False: in other microbatches than planned, so its time says nothing about the plan's
 
     @property
     def seconds(self) -> float:

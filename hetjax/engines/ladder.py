@@ -151,10 +151,15 @@ class Ladder:
         return time.perf_counter() - began
 
     def _drop(self, rung: int, why: str, error: Exception | None = None) -> None:
-        if error is not None and not _out_of_memory(error):
+        if error is not None and not memory.out_of_memory(error):
             raise error
         self.wanted.remove(rung)
         log.warning("A microbatch of %d rows is dropped from the ladder for %s: %s.", rung, self.kind, why)
+
+    def below(self, rung: int) -> int | None:
+        """The largest rung of at most half as many rows, or else the smallest below `rung`; None if there is none."""
+        smaller = [rows for rows in self.price_list.prices if rows < rung]
+        return max((rows for rows in smaller if 2 * rows <= rung), default=min(smaller, default=None))
 
     def next_rung(self, counts: Sequence[int], max_rows: Sequence[int]) -> int | None:
         """The missing rung predicted to save most, at interpolated prices; None if none saves enough.
@@ -181,7 +186,3 @@ class Ladder:
 
 def _nearest(rungs: Sequence[int], size: float) -> int:
     return min(rungs, key=lambda rung: abs(rung - size))
-
-
-def _out_of_memory(error: Exception) -> bool:
-    return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error) or "out of memory" in str(error).lower()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from hetjax.devices.workers import Workers
 from hetjax.engines import Engine, EngineContext, EngineSpec, Program
 from hetjax.engines.clocks import Clocks, Hold
 from hetjax.engines.local import eval_sums, layout_of, train_sums
+from hetjax.engines.precision import announce
 from hetjax.reduce.layout import Layout
 from hetjax.state import State
 
@@ -58,9 +59,13 @@ def open_session(
     quantum: int,
     hold: Hold,
     wait_limit: float,
+    dtypes: Mapping[str, str],
     **options: Any,
 ) -> Session:
-    """Compile for parameters, model state and rows of these shapes; `options` are those of `EngineContext`."""
+    """Compile for parameters, model state and rows of these shapes.
+
+    `dtypes` holds compute dtypes by kind of device; `options` are those of `EngineContext`.
+    """
     params, model_state, row = shape
     memory.check_batch(options["batch"], row)
     objective = Objective(loss_fn, model_state is not None)
@@ -68,9 +73,10 @@ def open_session(
     spec, reason = engine.resolve(workers, exact_sync)
     if train:
         log.info("Engine %s: %s.", spec.name, reason)
+        announce(workers.kinds, dtypes)
     clocks = Clocks(workers, hold, wait_limit)
     sums = (train_sums if train else eval_sums)(objective, layout)
-    program = Program(sums, layout.sizes, layout.dtype, params, model_state, row)
+    program = Program(sums, layout.sizes, layout.dtype, params, model_state, row, dtypes=dtypes)
     if own_parameters:
         program = program.with_own_parameters()
     built = spec.build(EngineContext(program, workers, clocks, quantum=quantum, **options))

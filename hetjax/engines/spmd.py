@@ -9,12 +9,17 @@ Both use a fixed buffer [workers, capacity, ...] and differ in how a worker proc
 
 With `check_vma=False`, the gradient with respect to replicated parameters stays local to each worker: there is no
 implicit psum, which would deadlock in a loop of unequal trip counts, and scans and loops of the user's model work.
+
+Where a worker runs out of memory, the looped engine is compiled again with smaller microbatches and the step run again.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -26,6 +31,7 @@ from jax.sharding import PartitionSpec as P
 from hetjax.adapters.contract import COUNT, POSITION, control
 from hetjax.adapters.sync_axis import SyncAxis
 from hetjax.data.prefetch import Rows
+from hetjax.devices import memory
 from hetjax.devices.compile import compile_over, expected
 from hetjax.devices.workers import AXIS, Workers
 from hetjax.engines.base import Program
@@ -35,6 +41,7 @@ from hetjax.reduce.base import Replicas
 from hetjax.reduce.layout import Parts
 from hetjax.sampling.order import Span
 
+log = logging.getLogger("hetjax")
 Tree = Any
 
 
@@ -45,9 +52,13 @@ class Spmd:
     compiling = False
 
     def __init__(self, program: Program, workers: Workers, clocks: Clocks, *, capacity: int, buffer: int, quantum: int):
-        self.program, self.workers, self.clocks = program, workers, clocks
+        self.program, self.workers, self.clocks = program.for_kinds(workers.kinds), workers, clocks
         self.capacity, self.buffer, self.quantum = capacity, buffer, quantum
         self.axis = SyncAxis(AXIS)
+        self._run = self._compile()
+
+    def _compile(self) -> Any:
+        program, workers = self.program, self.workers
         params_spec = P(AXIS) if program.own_parameters else P()
         body = jax.shard_map(
             self._on_worker,
@@ -58,14 +69,14 @@ class Spmd:
         )
         put = lambda tree, place: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)
         wide = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((len(workers), *x.shape), x.dtype), (program.block(buffer), program.ctl)
+            lambda x: jax.ShapeDtypeStruct((len(workers), *x.shape), x.dtype), (program.block(self.buffer), program.ctl)
         )
         params = put((program.params, program.model_state), workers.replicated)
         if program.own_parameters:
             stacked = lambda x: jax.ShapeDtypeStruct((len(workers), *x.shape[1:]), x.dtype)
             params = put(jax.tree.map(stacked, params), workers.sharded)
         with expected():
-            self._run = compile_over(body, (*params, *put(wide, workers.sharded)), workers.devices)
+            return compile_over(body, (*params, *put(wide, workers.sharded)), workers.devices)
 
     def _on_worker(self, params: Tree, model_state: Tree, rows_1: Tree, ctl_1: jax.Array) -> Parts:
         rows, ctl = jax.tree.map(lambda x: x[0], (rows_1, ctl_1))
@@ -105,15 +116,26 @@ class Spmd:
         blocks = [rows.block(int(starts_W[i]), self.buffer) for i in local]
         ctls = [control(int(counts_W[i]), seed=seed, epoch=step.epoch, position=int(starts_W[i])) for i in local]
         wide = jax.tree.map(lambda *parts: self.workers.from_host(parts), *blocks)
-        return [self._work(int(counts_W[i])) for i in local], wide, self.workers.from_host(ctls)
+        return [int(counts_W[i]) for i in local], wide, self.workers.from_host(ctls)
 
     def start(self, replicas: Replicas, packed: tuple[list[int], Tree, jax.Array]) -> list[Future[LocalResult]]:
-        rows_of, rows, ctl = packed
+        counts, rows, ctl = packed
         jax.block_until_ready(replicas.ready_w)  # a call on busy CPU devices would block unnoticed
-        began = time.perf_counter()
-        parts = self._run(*replicas.on_mesh(), rows, ctl)
-        own = enumerate(zip(rows_of, self.workers.copies(parts), strict=True))
-        return self.clocks.start([partial(self.clocks.finish, k, n, began, sums) for k, (n, sums) in own])
+        phase = _Phase(self, (*replicas.on_mesh(), rows, ctl))
+        return self.clocks.start([partial(phase.finish, k, count) for k, count in enumerate(counts)])
+
+    def dispatch(self, arguments: tuple) -> list[Parts]:
+        """Run the program; returns the sums of each local worker, which may not be ready."""
+        return self.workers.copies(self._run(*arguments))
+
+    def shrink(self, error: Exception) -> None:
+        """Compute fewer rows at a time after running out of memory; raises if it cannot, or for another error."""
+        if not memory.out_of_memory(error):
+            raise error
+        raise MemoryError(
+            f"The {self.name} engine ran out of memory with a buffer of {self.buffer} rows per worker, which it "
+            "computes at once. Give a smaller capacity or max_rows, or use engine='chunked' or 'looped'."
+        ) from error
 
     def grow(self, counts_W: np.ndarray) -> None:
         """Does nothing: one program serves all counts."""
@@ -167,3 +189,59 @@ class LoopedEngine(Spmd):
 
     def _work(self, count: int) -> int:
         return -(-count // self.micro) * self.micro
+
+    def shrink(self, error: Exception) -> None:
+        if not memory.out_of_memory(error):
+            raise error
+        # The buffer stays, as rows are packed for it ahead: smaller microbatches divide it.
+        parts = self.micro // self.quantum
+        smaller = max((self.quantum * n for n in range(1, parts // 2 + 1) if parts % n == 0), default=None)
+        if smaller is None or self.workers.several_processes:
+            why = "smaller ones are impossible" if smaller is None else "one process alone cannot make them smaller"
+            raise MemoryError(
+                f"The looped engine ran out of memory with microbatches of {self.micro} rows, and {why}. Give "
+                "engine=hetjax.Looped(micro=...) or a smaller capacity, or use a smaller model or smaller samples."
+            ) from error
+        log.warning(
+            "The looped engine ran out of memory with microbatches of %d rows. It is compiled again for %d rows, and "
+            "the step is run again with the same samples.",
+            self.micro, smaller,
+        )  # fmt: skip
+        self.micro = smaller
+        self._run = self._compile()
+        self.__dict__.pop("_limits", None)  # they depend on the microbatch
+
+
+class _Phase:
+    """The local phases of one step: dispatched as one program, and again where a worker runs out of memory."""
+
+    def __init__(self, engine: Spmd, arguments: tuple):
+        self.engine, self.arguments = engine, arguments
+        self.attempts, self._lock = 0, threading.Lock()
+        self._dispatch()
+
+    def _dispatch(self) -> None:
+        while True:
+            self.attempts += 1
+            self.began = time.perf_counter()
+            try:
+                self.sums_w = self.engine.dispatch(self.arguments)
+                return
+            except Exception as error:
+                self.engine.shrink(error)
+
+    def finish(self, k: int, count: int) -> LocalResult:
+        """Wait for the sums of local worker k, which has `count` samples."""
+        while True:
+            with self._lock:
+                attempt, began, sums, rows = self.attempts, self.began, self.sums_w[k], self.engine.rows_of(k, count)
+            try:
+                result = self.engine.clocks.finish(k, rows, began, sums)
+                return result if attempt == 1 else replace(result, as_planned=False)
+            except Exception as error:
+                if not memory.out_of_memory(error):
+                    raise
+                with self._lock:
+                    if attempt == self.attempts:  # otherwise another worker's thread has dispatched it again
+                        self.engine.shrink(error)
+                        self._dispatch()
