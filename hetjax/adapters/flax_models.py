@@ -112,7 +112,7 @@ def from_nnx(
         batch_loss: instead of example_loss, for models that take a block of rows: `batch_loss(model, batch, keys)`
             returns the loss of each row. It is called on fixed groups of consecutive rows of the global batch, so that
             the result does not depend on the split. In evaluation `keys` is None. Parameters named `mask` and `train`
-            receive which rows are valid (a short last group is padded) and whether it is training.
+            receive which rows are valid (a short last group is filled up by copies) and whether it is training.
         group: rows of a group, for batch_loss; counts are multiples of it.
         wrt: a filter of the variables to train, such as `nnx.LoRAParam`; see `hetjax.frozen`. All other variables are
             constant: without gradient, exchange and optimizer state. Default: all of `nnx.Param`.
@@ -270,7 +270,10 @@ def _block_contract(
             raise ValueError(f"A block of {rows} rows does not consist of whole groups of {group}. Set {group=}.")
         split = lambda x: x.reshape(rows // group, group, *x.shape[1:])
         on_group = lambda batch, keys, mask: one(unfrozen(params), stats, batch, keys, mask)[0]
-        example = as_example(jax.vmap(on_group)(*jax.tree.map(split, (batch, keys_b, mask_b))))
+        groups = jax.tree.map(split, (batch, keys_b, mask_b))
+        if mask_b is not None:
+            groups = _without_empty_groups(*groups)
+        example = as_example(jax.vmap(on_group)(*groups))
         return jax.tree.map(lambda x: x.reshape(rows, *x.shape[2:]), example)
 
     def with_mask(one: Callable, state_sums: Callable[[jax.Array], Tree]) -> Callable:
@@ -287,6 +290,17 @@ def _block_contract(
         return FlaxModel(train_fn, with_mask(eval_one, lambda mask_b: ()), params, {}, merge, group)
     run = lambda one: lambda params, batch, keys_b: losses(one, params, batch, keys_b, None)
     return FlaxModel(run(train_one), run(eval_one), params, None, merge, group)
+
+
+def _without_empty_groups(batch_GxR: Tree, keys_GxR: jax.Array, mask_GxR: jax.Array) -> tuple[Tree, Any, Any]:
+    """Replace groups of nothing but padding by the first group, as a mean over no rows would be NaN.
+
+    The values of such a group are not used, but 0 * NaN is NaN in the gradient.
+    """
+    valid_G = mask_GxR.any(axis=1)
+    mask_GxR = mask_GxR | ~valid_G[0]  # a worker without rows
+    keep = lambda x: jnp.where(valid_G.reshape(-1, *[1] * (x.ndim - 1)), x, x[:1])
+    return jax.tree.map(keep, (batch_GxR, keys_GxR, mask_GxR))
 
 
 def _all_arrays(wrt: Any) -> Callable[..., bool]:

@@ -58,11 +58,11 @@ def unfrozen(params: Tree) -> Tree:
 
 def trained_core(core: Any) -> Any:
     """The core (params, model_state, opt_state, ema) without parameters that are not trained."""
-    params, model_state, opt_state, ema = core
-    return trainable(params), model_state, opt_state, trainable(ema)
+    params, model_state, opt_state, *ema = core
+    return (trainable(params), model_state, opt_state, *map(trainable, ema))
 
 
 def with_trained_core(core: Any, trained: Any) -> Any:
     """The inverse: `trained`, with the parameters of `core` that are not trained."""
-    params, model_state, opt_state, ema = trained
-    return with_trained(core[0], params), model_state, opt_state, with_trained(core[3], ema)
+    params, model_state, opt_state, *ema = trained
+    return (with_trained(core[0], params), model_state, opt_state, *map(with_trained, core[3:], ema))

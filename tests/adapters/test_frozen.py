@@ -58,30 +58,28 @@ def fit(loss_fn, params, name):
     options = {"controller": "fixed:3,2,1", **engine, **SYNCS[name]}
     options = {key: value for key, value in options.items() if value is not None}
     devices = jax.devices()[:3]
-    with hetjax.Trainer(
-        loss_fn, optax.adam(0.05), batch_size=12, devices=devices, ema_decay=0.5, **options
-    ) as trainer:
+    with hetjax.Trainer(loss_fn, optax.adam(0.05), batch_size=12, devices=devices, ema_decay=0.5, **options) as trainer:
         state, _ = trainer.fit(trainer.init(params), DATA, epochs=5)
-        return state, trainer.answer(state)
+        return trainer.answer(state)
 
 
 @pytest.mark.parametrize("name", SYNCS)
 def test_frozen_and_integer_parameters_stay_to_the_bit_under_every_sync(name):
-    state, answer = fit(loss_fn, {"base": hetjax.frozen(BASE), "head": HEAD}, name)
+    answer = fit(loss_fn, {"base": hetjax.frozen(BASE), "head": HEAD}, name)
     for params in (answer.params, answer.ema):
         assert_same_bits(hetjax.unfrozen(params)["base"], BASE)
     assert not np.array_equal(answer.params["head"], HEAD)
     moments = [x for x in jax.tree.leaves(answer.opt_state) if x.ndim]
     assert [x.shape for x in moments] == [HEAD.shape] * 2
     if name in ("allreduce", "ring", "daso"):  # the run of the head alone, with constants in its loss
-        _, alone = fit(head_only, {"head": HEAD}, name)
+        alone = fit(head_only, {"head": HEAD}, name)
         np.testing.assert_allclose(answer.params["head"], alone.params["head"], rtol=1e-5)
 
 
 def test_integers_alone_pass_through_every_sync():
     """Without a mark: the floats beside them are trained."""
     for name in ("ring", "daso"):
-        _, answer = fit(loss_fn, {"base": {**BASE, "table": jnp.ones(4)}, "head": HEAD}, name)
+        answer = fit(loss_fn, {"base": {**BASE, "table": jnp.ones(4)}, "head": HEAD}, name)
         assert_same_bits(answer.params["base"]["code"], BASE["code"])
         assert not np.array_equal(answer.params["base"]["w"], BASE["w"])
 
@@ -136,10 +134,10 @@ def test_linen_trains_what_wrt_selects():
     optimizer = optax.adam(1e-2)
     state, losses = plain_flax.train_hetjax(by_path, optimizer, DATA)
 
+    apply = lambda head, x: Net().apply({"params": {**variables["params"], "head": head}}, x)
     head, expected = variables["params"]["head"], []
     alone = optimizer.init(head)
     for batch in plain_flax.batches(DATA):
-        apply = lambda head, x: Net().apply({"params": {**variables["params"], "head": head}}, x)
         mean = lambda head, batch=batch: jnp.mean((jax.vmap(apply, (None, 0))(head, batch["x"]) - batch["y"]) ** 2)
         value, grads = jax.value_and_grad(mean)(head)
         updates, alone = optimizer.update(grads, alone, head)

@@ -45,7 +45,12 @@ def train_plain(model: nnx.Module, optimizer: Any, loss: Any, data: Any, *, wrt:
 
 def train_hetjax(model: hetjax.FlaxModel, optimizer: Any, data: Any, *, steps: int = STEPS, **options: Any):
     """The same steps, split unequally among the workers; returns the state and the losses."""
-    options = {"devices": jax.devices()[:WORKERS], "controller": COUNTS, "engine": hetjax.Chunked(rungs=[10]), **options}
+    options = {
+        "devices": jax.devices()[:WORKERS],
+        "controller": COUNTS,
+        "engine": hetjax.Chunked(rungs=[10]),
+        **options,
+    }
     with hetjax.Step(model, optimizer, batch_size=BATCH, **options) as step:
         state, records = step.init(model.params, model.model_state), []
         for batch in batches(data, steps):
