@@ -71,7 +71,7 @@ def test_parameters_and_their_gradient_must_fit_on_every_worker(monkeypatch):
     monkeypatch.setattr(memory, "available", lambda *_: 8000)
     memory.check_parameters(params, params, workers)
     monkeypatch.setattr(memory, "available", lambda *_: 7999)
-    with pytest.raises(ValueError, match="and their gradient .*, but worker 0"):
+    with pytest.raises(ValueError, match=r"and their gradient .*, but worker 0"):
         memory.check_parameters(params, params, workers)
     monkeypatch.setattr(memory, "available", lambda *_: None)  # unknown
     memory.check_parameters(params, params, workers)

@@ -35,7 +35,7 @@ class FlaxModel:
     Attributes:
         loss_fn: loss for training; see `hetjax.Step`.
         eval_fn: loss for evaluation.
-        params: initial parameters.
+        params: initial parameters; those that `wrt` does not select are marked as frozen.
         model_state: initial running statistics of BatchNorm; None without.
         merge: (params, model_state) -> the model with these values.
         quantum: counts are multiples of it: the group size of BatchNorm or of a batch_loss, or 1.

@@ -9,6 +9,7 @@ import pytest
 from flax import linen, nnx
 
 import hetjax
+from hetjax import checkpoint
 from hetjax.engines.session import shapes
 from hetjax.sync.daso import Daso
 
@@ -39,7 +40,7 @@ def square(model, example):
 def assert_same_bits(got, expected):
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert np.asarray(a).dtype == np.asarray(b).dtype
-        np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
 SYNCS = {
@@ -100,6 +101,32 @@ def test_a_frozen_parameter_is_an_argument_and_not_summed():
         assert "300" not in text
 
 
+@pytest.mark.parametrize("engine", [hetjax.Masked(), hetjax.Looped(), hetjax.Chunked(rungs=[20])])
+def test_every_engine_takes_frozen_parameters(engine):
+    params = {"base": hetjax.frozen(BASE), "head": HEAD}
+    options = {"batch_size": 40, "devices": jax.devices()[:3], "controller": "fixed:3,2,0", "engine": engine}
+    with hetjax.Step(loss_fn, optax.sgd(0.1), **options) as step:
+        state, _ = step(step.init(params), DATA)
+        grads = jax.grad(lambda head: head_only({"head": head}, DATA, None).mean())(HEAD)
+        np.testing.assert_allclose(state.params["head"], HEAD - 0.1 * grads, rtol=1e-5)
+        assert_same_bits(state.params["base"].value, BASE)
+
+
+def test_a_checkpoint_holds_frozen_parameters(tmp_path):
+    network = Lora(nnx.Rngs(0))
+    model = hetjax.from_nnx(network, square, wrt=nnx.LoRAParam)
+    options = {"batch_size": 8, "devices": jax.devices()[:2], "engine": hetjax.Chunked(rungs=[4])}
+    with hetjax.Trainer(model, optax.adam(0.1), **options) as trainer:
+        with checkpoint.Saver(tmp_path, trainer) as saver:
+            state, history = trainer.fit(trainer.init(model.params), DATA, steps=2)
+            saver.save(history.records[-1], state)
+        restored = checkpoint.restore_latest(tmp_path, trainer.init(model.params), trainer).state
+        assert jax.tree.structure(restored.core) == jax.tree.structure(state.core)
+        assert_same_bits(restored.core, state.core)
+        again, _ = trainer.fit(restored, DATA, steps=1)
+        assert again.step == 3
+
+
 class Lora(nnx.Module):
     def __init__(self, rngs):
         self.base = nnx.Linear(3, 4, rngs=rngs)
@@ -117,6 +144,7 @@ def test_lora_trains_as_in_plain_flax(wrt):
     merged = hetjax.from_nnx(network, square, wrt=wrt).merge(state.params, None)
     assert_same_bits(nnx.state(merged.base), nnx.state(network.base))
     assert not np.array_equal(merged.lora.lora_b[...], network.lora.lora_b[...])
+    assert_same_bits(hetjax.unfrozen(state.params)["scale"], network.scale[...])  # other constants are arguments, too
 
 
 def test_linen_trains_what_wrt_selects():

@@ -118,11 +118,13 @@ def test_batch_loss_on_fixed_groups_matches_plain_flax():
 
 def test_batch_loss_with_dropout_does_not_depend_on_the_split():
     model = hetjax.from_nnx(Contrast(nnx.Rngs(0)), batch_loss=contrast, group=4)
-    runs = [
-        plain_flax.train_hetjax(model, optax.sgd(0.1), DATA, controller=plans, engine=hetjax.Chunked(rungs=[4, 8, 20]))
-        for plans in (RandomPlans(0), RandomPlans(1))
-    ]
-    np.testing.assert_allclose(runs[0][1], runs[1][1], rtol=1e-5)
+    engines = hetjax.Chunked(rungs=[4, 8, 20]), hetjax.Masked(), hetjax.Looped()
+    losses, *others = (
+        plain_flax.train_hetjax(model, optax.sgd(0.1), DATA, controller=RandomPlans(seed), engine=engine)[1]
+        for seed, engine in enumerate(engines)
+    )
+    for other in others:
+        np.testing.assert_allclose(losses, other, rtol=1e-5)
     with hetjax.Step(model, optax.sgd(0.1), batch_size=40, devices=jax.devices()[:2]) as step:
         state = step.init(model.params, model.model_state)
         evaluated = step.evaluate(state, [jax.tree.map(lambda x: x[:38], DATA)])["loss"]  # a short last group
