@@ -9,12 +9,14 @@ if TYPE_CHECKING:
     from hetjax.adapters.batch_norm import BatchNorm, LinenBatchNorm
     from hetjax.adapters.contract import Example
     from hetjax.adapters.flax_models import FlaxModel, from_linen, from_nnx
+    from hetjax.adapters.frozen import frozen
     from hetjax.data.source_blocks import make_blocks
     from hetjax.devices.fake import fake_devices
     from hetjax.engines import Auto, Chunked, Looped, Masked
     from hetjax.history import History, Record
     from hetjax.nonfinite import NonFiniteError
     from hetjax.planning.allocation import solve
+    from hetjax.reduce.trainable import unfrozen
     from hetjax.reduce.update import running_average
     from hetjax.report.hooks import Progress
     from hetjax.simulation.speeds import Simulation
@@ -44,9 +46,11 @@ _HOME = {
     "fake_devices": "hetjax.devices.fake",
     "from_linen": "hetjax.adapters.flax_models",
     "from_nnx": "hetjax.adapters.flax_models",
+    "frozen": "hetjax.adapters.frozen",
     "make_blocks": "hetjax.data.source_blocks",
     "running_average": "hetjax.reduce.update",
     "solve": "hetjax.planning.allocation",
+    "unfrozen": "hetjax.reduce.trainable",
 }
 
 __version__ = "0.1.0"
@@ -71,9 +75,11 @@ __all__ = [
     "fake_devices",
     "from_linen",
     "from_nnx",
+    "frozen",
     "make_blocks",
     "running_average",
     "solve",
+    "unfrozen",
 ]
 
 

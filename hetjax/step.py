@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 from hetjax import presets
+from hetjax.adapters import nnx_optimizer
 from hetjax.adapters.probe import sample_size
 from hetjax.arguments import MOST_SAMPLES, MOST_SEED, check_function, number, whole
 from hetjax.data.batches import HostBatch, as_batch, sample_of, until_shortest
@@ -27,6 +27,7 @@ from hetjax.pipeline import Finished, Pipeline, Requests
 from hetjax.planning.controllers.base import Controller, Plan
 from hetjax.reduce.layout import MANY
 from hetjax.reduce.optimizer import check_optimizer, check_params, init_optimizer
+from hetjax.reduce.trainable import trainable
 from hetjax.reduce.transports import make_reduce
 from hetjax.reduce.update import running_average, unchanged
 from hetjax.sampling.order import Span
@@ -62,7 +63,7 @@ class Step:
         loss_fn: `loss_fn(params, batch, keys)` returns one loss per example, or a `hetjax.Example`. With model state:
             `loss_fn(params, model_state, batch, keys, mask_b)` returns that and the sums for the state's update. Or a
             `hetjax.FlaxModel`, as made by `from_nnx` and `from_linen`.
-        optimizer: any optax optimizer. Clipping inside it sees the gradient of the global batch.
+        optimizer: any optax optimizer; clipping inside it sees the gradient of the global batch. Or an `nnx.Optimizer`.
         batch_size: maximum samples of a step over all workers.
         strategy: a preset such as 'balanced' (default), 'dbs' or 'daso'; see `hetjax.presets.PRESETS`.
         controller: how many samples each worker gets: a name such as 'equal' or 'fixed:4,2,1,1', or an object.
@@ -73,7 +74,7 @@ class Step:
         devices: one worker per device. Default: all devices that JAX sees.
         speeds: simulated relative speeds, one per worker, or a `hetjax.Simulation`. Default: real speeds.
         capacity: maximum samples of a worker in a step; one number, or one per worker. Default: chosen by the engine.
-        quantum: counts are multiples of it. Default: the model's (the group size of BatchNorm), or 1.
+        quantum: counts are multiples of it. Default: the model's (the group of BatchNorm or `batch_loss`), or 1.
         compute_dtype: dtype of parameters and inputs in `loss_fn`, such as 'bfloat16', or one per kind of device or
             platform: `{"Tesla T4": "float32", "default": "bfloat16"}`. Parameters, model state and sums stay float32.
         eval_fn: loss for `evaluate`, if it differs from `loss_fn` (no dropout, running averages).
@@ -95,7 +96,7 @@ class Step:
     def __init__(
         self,
         loss_fn: Any,
-        optimizer: optax.GradientTransformation,
+        optimizer: Any,
         *,
         batch_size: int,
         strategy: str | None = None,
@@ -123,7 +124,7 @@ class Step:
             loss_fn, eval_fn = model.loss_fn, eval_fn or model.eval_fn
         if not callable(loss_fn):
             raise TypeError(f"loss_fn must be a function of (params, batch, keys), got {type(loss_fn).__name__}.")
-        check_optimizer(optimizer)
+        check_optimizer(nnx_optimizer.transformation(optimizer))
         check_function("eval_fn", eval_fn)
         check_function("advance", advance)
         if transport not in ("auto", "psum", "hub"):
@@ -132,7 +133,8 @@ class Step:
             raise ValueError(f"ema_decay must be at least 0 and below 1, got {ema_decay}.")
         chosen = presets.choose(strategy, controller=controller, sync=sync, engine=engine)
         presets.check_stepped(chosen.sync)
-        self.optimizer, self.sync, self.transport = optimizer, chosen.sync, transport
+        self._given, self.optimizer = optimizer, nnx_optimizer.transformation(optimizer)
+        self.sync, self.transport = chosen.sync, transport
         self.batch_size = whole("batch_size", batch_size, 1, MOST_SAMPLES)
         self.seed = whole("seed", seed, 0, MOST_SEED)
         self.workers = self.sync.workers(devices)
@@ -166,16 +168,18 @@ class Step:
         """Build the state before the first step.
 
         Args:
-            params: any tree of arrays, the same in all processes.
+            params: any tree of arrays, the same in all processes; those marked by `hetjax.frozen` are not trained.
             model_state: what the model carries from step to step, such as BatchNorm statistics.
 
         Returns:
-            The state, with a fresh state of the optimizer.
+            The state, with a fresh state of the optimizer, or that of an `nnx.Optimizer` that has made steps.
         """
-        check_params(params, self.sync.name)
-        memory.check_parameters(params, self.workers)
+        params = nnx_optimizer.selected(self._given, params)
+        check_params(params)
+        memory.check_parameters(params, trainable(params), self.workers)
         ema = None if self.ema_decay is None else jax.tree.map(lambda p: p, params)
-        return State(params, model_state, init_optimizer(self.optimizer, params), ema)
+        opt_state = nnx_optimizer.continued(self._given, init_optimizer(self.optimizer, params))
+        return State(params, model_state, opt_state, ema)
 
     def __call__(self, state: AnyState, batch: Any) -> tuple[LiveState, Record | None]:
         """Start the step of a batch; it runs while the caller prepares the next one.

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 from hetjax import loops, presets
 from hetjax import sync as syncs
@@ -24,7 +23,6 @@ from hetjax.engines import EngineSpec
 from hetjax.fleet.agree import digest, same
 from hetjax.history import History, Hook, Recorder
 from hetjax.planning.controllers.base import Controller
-from hetjax.reduce.optimizer import check_params
 from hetjax.sampling.blocks import Blocks
 from hetjax.sampling.order import EndlessSampler, Sampler
 from hetjax.sampling.shards import BlockSampler, ProportionalSampler
@@ -50,7 +48,7 @@ class Trainer:
 
     Args:
         loss_fn: one loss per example, or a `hetjax.FlaxModel`; see `hetjax.Step`.
-        optimizer: any optax optimizer.
+        optimizer: any optax optimizer, or an `nnx.Optimizer`.
         batch_size: samples of a step over all workers; at most those of the source.
         strategy: a preset of the four axes below: 'balanced' (default), 'dbs', 'daso', 'hogbatch', ...; see
             `hetjax.presets.PRESETS`.
@@ -60,7 +58,7 @@ class Trainer:
         sync: how and when workers synchronize: a name such as 'allreduce' or 'daso', or an object.
         engine: how a worker computes its samples: a name, or an object such as `hetjax.Chunked(max_rows=256)`.
         capacity: maximum samples of a worker in a step; one number, or one per worker.
-        quantum: counts are multiples of it. Default: the model's (the group size of BatchNorm), or 1.
+        quantum: counts are multiples of it. Default: the model's (the group of BatchNorm or `batch_loss`), or 1.
         seed: the order of the samples derives from it, and with their positions their random keys.
         **options: further options of `hetjax.Step`: transport, devices, speeds, compute_dtype, eval_fn, advance,
             ema_decay, on_nonfinite, max_skips, wait_limit.
@@ -73,7 +71,7 @@ class Trainer:
     def __init__(
         self,
         loss_fn: Any,
-        optimizer: optax.GradientTransformation,
+        optimizer: Any,
         *,
         batch_size: int,
         strategy: str | None = None,
@@ -148,13 +146,12 @@ class Trainer:
         """Build the state before the first step.
 
         Args:
-            params: any tree of arrays, the same in all processes.
+            params: any tree of arrays, the same in all processes; those marked by `hetjax.frozen` are not trained.
             model_state: what the model carries from step to step, such as BatchNorm statistics.
 
         Returns:
-            The state, with a fresh state of the optimizer.
+            The state, with a fresh state of the optimizer, or that of an `nnx.Optimizer` that has made steps.
         """
-        check_params(params, self.sync.name)
         return self.step.init(params, model_state)
 
     def fit(

@@ -69,12 +69,12 @@ def test_too_many_classes_are_named_as_the_cause(tmp_path):
 def test_parameters_and_their_gradient_must_fit_on_every_worker(monkeypatch):
     workers, params = Workers.of(None), {"w": np.zeros(1000, np.float32)}
     monkeypatch.setattr(memory, "available", lambda *_: 8000)
-    memory.check_parameters(params, workers)
+    memory.check_parameters(params, params, workers)
     monkeypatch.setattr(memory, "available", lambda *_: 7999)
-    with pytest.raises(ValueError, match="as much again for their gradient, but worker 0"):
-        memory.check_parameters(params, workers)
+    with pytest.raises(ValueError, match=r"and their gradient .*, but worker 0"):
+        memory.check_parameters(params, params, workers)
     monkeypatch.setattr(memory, "available", lambda *_: None)  # unknown
-    memory.check_parameters(params, workers)
+    memory.check_parameters(params, params, workers)
 
 
 def test_the_rows_of_a_step_must_fit(monkeypatch):

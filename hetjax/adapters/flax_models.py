@@ -13,9 +13,14 @@ from flax import linen, nnx
 
 from hetjax.adapters.batch_norm import BatchNorm, over_groups
 from hetjax.adapters.contract import Example, as_example
+from hetjax.adapters.frozen import frozen
+from hetjax.adapters.loss_arguments import AskedLoss, Loss, chosen_loss
+from hetjax.adapters.nnx_optimizer import own_copy, write_optimizer
+from hetjax.arguments import whole
+from hetjax.reduce.trainable import unfrozen
+from hetjax.state import LiveState, State
 
 Tree = Any
-ExampleLoss = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -30,10 +35,10 @@ class FlaxModel:
     Attributes:
         loss_fn: loss for training; see `hetjax.Step`.
         eval_fn: loss for evaluation.
-        params: initial parameters.
+        params: initial parameters; those that `wrt` does not select are marked as frozen.
         model_state: initial running statistics of BatchNorm; None without.
         merge: (params, model_state) -> the model with these values.
-        quantum: counts are multiples of it: the group size of BatchNorm, or 1.
+        quantum: counts are multiples of it: the group size of BatchNorm or of a batch_loss, or 1.
     """
 
     loss_fn: Callable[..., Any]
@@ -43,13 +48,55 @@ class FlaxModel:
     merge: Callable[[Tree, Tree], Any]
     quantum: int = 1
 
+    def update(self, model: nnx.Module, state: State | LiveState, optimizer: nnx.Optimizer | None = None) -> None:
+        """Write the result of training into a Flax NNX model, and its optimizer, in place.
 
-def from_nnx(model: nnx.Module, example_loss: ExampleLoss) -> FlaxModel:
+        Example:
+            >>> adapted = hetjax.from_nnx(model, example_loss)
+            >>> trainer = hetjax.Trainer(adapted, optimizer, batch_size=512)     # optimizer: an nnx.Optimizer
+            >>> state, history = trainer.fit(trainer.init(adapted.params), data, epochs=10)
+            >>> adapted.update(model, state, optimizer)
+
+        Args:
+            model: the model that was given to `from_nnx`, or one like it.
+            state: of `Step` or `Trainer`, with one set of parameters (`Trainer.answer`).
+            optimizer: an optimizer of the model, whose state and step count are replaced.
+
+        Raises:
+            TypeError: if the model is not an NNX module; use `merge` for Linen.
+            ValueError: if the state holds several sets of parameters, or the optimizer is for other parameters.
+        """
+        if not isinstance(model, nnx.Module):
+            raise TypeError(
+                f"update writes into a Flax NNX module, got {type(model).__name__}. For Linen, use merge(state.params, "
+                "state.model_state)."
+            )
+        state = state.whole() if isinstance(state, LiveState) else state
+        if state.replicas:
+            raise ValueError("The state holds one set of parameters per worker or node: pass trainer.answer(state).")
+        for values in (unfrozen(state.params), state.model_state):
+            if jax.tree.leaves(values):
+                nnx.update(model, jax.tree.map(own_copy, values))
+        if optimizer is not None:
+            write_optimizer(optimizer, state)
+
+
+def from_nnx(
+    model: nnx.Module,
+    example_loss: Loss | None = None,
+    *,
+    batch_loss: Loss | None = None,
+    group: int = 16,
+    wrt: Any = None,
+) -> FlaxModel:
     """Turn a Flax NNX model and the loss of one example into a `FlaxModel`.
 
     Examples are vmapped, each with its own random streams, so dropout does not depend on the split: `rngs` and the
     streams held by layers of the model derive from the example's key. Parameters and `nnx.BatchStat` variables are kept
     from step to step; all other variables are the given model's for every example.
+
+    Training uses the modes of the given model: a Dropout or BatchNorm layer that was set to `.eval()` stays so, and its
+    statistics are constant. Call `model.train()` before, if the whole model was in evaluation mode.
 
     Example:
         >>> def example_loss(model, example, rngs):
@@ -58,47 +105,63 @@ def from_nnx(model: nnx.Module, example_loss: ExampleLoss) -> FlaxModel:
         >>> model = hetjax.from_nnx(network, example_loss)
 
     Args:
-        model: the model; it is not changed. Batch normalization must be `hetjax.BatchNorm`.
+        model: the model; it is not changed. Batch normalization in training mode must be `hetjax.BatchNorm`.
         example_loss: `example_loss(model, example, rngs)` returns the loss of one example, a number or an `Example` of
-            numbers. In evaluation `rngs` is None and the model is in `.eval()` mode.
+            numbers. In evaluation `rngs` is None and the model is in `.eval()` mode. A parameter named `train` receives
+            whether it is training: `example_loss(model, example, rngs, train)`.
+        batch_loss: instead of example_loss, for models that take a block of rows: `batch_loss(model, batch, keys)`
+            returns the loss of each row. It is called on fixed groups of consecutive rows of the global batch, so that
+            the result does not depend on the split. In evaluation `keys` is None. Parameters named `mask` and `train`
+            receive which rows are valid (a short last group is filled up by copies) and whether it is training.
+        group: rows of a group, for batch_loss; counts are multiples of it.
+        wrt: a filter of the variables to train, such as `nnx.LoRAParam`; see `hetjax.frozen`. All other variables are
+            constant: without gradient, exchange and optimizer state. Default: all of `nnx.Param`.
 
     Returns:
         Loss functions, parameters and model state.
 
     Raises:
-        ValueError: if the model contains `flax.nnx.BatchNorm`.
+        TypeError: unless exactly one of example_loss and batch_loss is given.
+        ValueError: if the model contains `flax.nnx.BatchNorm` in training mode.
     """
+    loss = chosen_loss(example_loss, batch_loss, with_rngs=True)
     groups = _groups(model)
     trained, evaluated = nnx.clone(model), nnx.clone(model)
-    trained.train()
     evaluated.eval()
-    graph, *states = nnx.split(trained, nnx.Param, nnx.BatchStat, nnx.RngState, ...)
+    kept = nnx.Param if wrt is None else _all_arrays(wrt)
+    live_stats = nnx.All(nnx.BatchStat, nnx.Not(_fixed_stats(trained)))
+    graph, *states = nnx.split(trained, kept, live_stats, nnx.RngState, ...)
     params, stats, streams, rest = states
+    params = params if wrt is None else frozen(params, wrt=wrt)
     eval_graph = nnx.graphdef(evaluated)
     stateful = bool(jax.tree.leaves(stats))
 
-    def train_one(params: Tree, stats: Tree, example: Tree, key: jax.Array) -> tuple[Any, Tree]:
-        live = nnx.merge(graph, params, stats, _rekeyed(streams, key), rest, copy=True)
-        loss = example_loss(live, example, nnx.Rngs(key))
-        return loss, nnx.state(live, nnx.BatchStat)
+    def train_one(params: Tree, stats: Tree, rows: Tree, key: jax.Array, mask: jax.Array | None) -> tuple[Any, Tree]:
+        own = _rekeyed(streams, key[0] if loss.block else key)
+        live = nnx.merge(graph, params, stats, own, rest, copy=True)
+        returned = loss(live, rows, key if loss.block else nnx.Rngs(key), mask, train=True)
+        return returned, nnx.state(live, live_stats)
 
-    def eval_one(params: Tree, stats: Tree, example: Tree, key: jax.Array) -> tuple[Any, Tree]:
+    def eval_one(params: Tree, stats: Tree, rows: Tree, key: jax.Array, mask: jax.Array | None) -> tuple[Any, Tree]:
         live = nnx.merge(eval_graph, params, stats, streams, rest, copy=True)
-        return example_loss(live, example, None), ()
+        return loss(live, rows, None, mask, train=False), ()
 
     def merge(params: Tree, model_state: Tree) -> nnx.Module:
-        return nnx.merge(eval_graph, params, model_state if stateful else stats, streams, rest, copy=True)
+        stored = model_state if stateful else stats
+        return nnx.merge(eval_graph, unfrozen(params), stored, streams, rest, copy=True)
 
-    return _contract(train_one, eval_one, params, stats, groups, merge)
+    return _contract(loss, train_one, eval_one, params, stats, groups, group, merge)
 
 
 def from_linen(
     module: linen.Module,
     variables: Tree,
-    example_loss: ExampleLoss,
+    example_loss: Loss | None = None,
     *,
+    batch_loss: Loss | None = None,
     eval_module: linen.Module | None = None,
     group: int = 16,
+    wrt: Any = None,
 ) -> FlaxModel:
     """Turn a Flax Linen module and the loss of one example into a `FlaxModel`.
 
@@ -108,57 +171,81 @@ def from_linen(
         module: the module for training. Batch normalization must be `hetjax.LinenBatchNorm`.
         variables: what `module.init` returned.
         example_loss: `example_loss(apply, example)` returns the loss of one example, a number or an `Example` of
-            numbers; `apply(x, ...)` calls the module.
+            numbers; `apply(x, ...)` calls the module. A parameter named `train` receives whether it is training:
+            `example_loss(apply, example, train)` may call `apply(x, train=train)`.
+        batch_loss: instead of example_loss, for models that take a block of rows: `batch_loss(apply, batch, keys)`; see
+            `from_nnx`.
         eval_module: the module for evaluation, where modes are fixed at construction (`use_running_average=True`,
             `deterministic=True`). Default: `module`.
-        group: group size of the module's BatchNorm layers.
+        group: group size of the module's BatchNorm layers, or of batch_loss.
+        wrt: which parameters to train: a function of path and parameter, or a tree of booleans like the parameters; see
+            `hetjax.frozen`. Default: all.
 
     Returns:
         Loss functions, parameters and model state.
+
+    Raises:
+        TypeError: unless exactly one of example_loss and batch_loss is given.
     """
-    params = variables["params"]
+    loss = chosen_loss(example_loss, batch_loss, with_rngs=False)
+    params = variables["params"] if wrt is None else frozen(variables["params"], wrt=wrt)
     stats = variables.get("batch_stats", {})
     fixed = {name: values for name, values in variables.items() if name not in ("params", "batch_stats")}
     evaluated = eval_module or module
 
-    def train_one(params: Tree, stats: Tree, example: Tree, key: jax.Array) -> tuple[Any, Tree]:
-        seen = stats
+    def train_one(params: Tree, stats: Tree, rows: Tree, key: jax.Array, mask: jax.Array | None) -> tuple[Any, Tree]:
+        seen, dropout = stats, key[0] if loss.block else key
 
         def apply(*args: Any, **kwargs: Any) -> Any:
             nonlocal seen
             tree = {"params": params, "batch_stats": stats, **fixed}
             with linen.intercept_methods(_refuse_batch_norm):
-                out, changed = module.apply(tree, *args, rngs={"dropout": key}, mutable=["batch_stats"], **kwargs)
+                out, changed = module.apply(tree, *args, rngs={"dropout": dropout}, mutable=["batch_stats"], **kwargs)
             seen = changed.get("batch_stats", stats)
             return out
 
-        return example_loss(apply, example), seen
+        return loss(apply, rows, key, mask, train=True), seen
 
-    def eval_one(params: Tree, stats: Tree, example: Tree, key: jax.Array) -> tuple[Any, Tree]:
+    def eval_one(params: Tree, stats: Tree, rows: Tree, key: jax.Array, mask: jax.Array | None) -> tuple[Any, Tree]:
         tree = {"params": params, "batch_stats": stats, **fixed}
-        return example_loss(lambda *args, **kwargs: evaluated.apply(tree, *args, **kwargs), example), ()
+        return loss(lambda *args, **kwargs: evaluated.apply(tree, *args, **kwargs), rows, None, mask, train=False), ()
 
     def merge(params: Tree, model_state: Tree) -> linen.Module:
-        return evaluated.bind({"params": params, "batch_stats": model_state or {}, **fixed})
+        return evaluated.bind({"params": unfrozen(params), "batch_stats": model_state or {}, **fixed})
 
-    return _contract(train_one, eval_one, params, stats, [group] if jax.tree.leaves(stats) else [], merge)
+    groups = [group] if jax.tree.leaves(stats) else []
+    return _contract(loss, train_one, eval_one, params, stats, groups, group, merge)
 
 
 def _contract(
-    train_one: Callable, eval_one: Callable, params: Tree, stats: Tree, groups: list[int], merge: Callable
+    loss: AskedLoss,
+    train_one: Callable,
+    eval_one: Callable,
+    params: Tree,
+    stats: Tree,
+    groups: list[int],
+    group: int,
+    merge: Callable,
 ) -> FlaxModel:
     stateful = bool(jax.tree.leaves(stats))
+    if loss.block:
+        if stateful:
+            raise ValueError(
+                "batch_loss does not go together with BatchNorm layers in training mode, whose groups are formed "
+                "by example_loss. Use example_loss, or set these layers to evaluation mode."
+            )
+        return _block_contract(loss, train_one, eval_one, params, stats, whole("group", group, 1), merge)
     quantum = math.lcm(*groups) if groups else 1
     if not stateful:
         run = lambda one: (
             lambda params, batch, keys_b: as_example(
-                jax.vmap(lambda example, key: one(params, stats, example, key)[0])(batch, keys_b)
+                jax.vmap(lambda example, key: one(unfrozen(params), stats, example, key, None)[0])(batch, keys_b)
             )
         )
         return FlaxModel(run(train_one), run(eval_one), params, None, merge)
 
     def loss_fn(params: Tree, state: Tree, batch: Tree, keys_b: jax.Array, mask_b: jax.Array) -> tuple[Example, Tree]:
-        one = lambda example, key: train_one(params, state, example, key)
+        one = lambda example, key: train_one(unfrozen(params), state, example, key, None)
         losses, stats_b = over_groups(one, quantum, mask_b, batch, keys_b)
         wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))
         total = lambda x: jnp.sum(jnp.where(mask_b.reshape(-1, *[1] * (x.ndim - 1)), wide(x), 0), axis=0)
@@ -166,10 +253,72 @@ def _contract(
         return as_example(losses), (jax.tree.map(total, stats_b), count)
 
     def eval_fn(params: Tree, state: Tree, batch: Tree, keys_b: jax.Array, mask_b: jax.Array) -> tuple[Example, Tree]:
-        losses = jax.vmap(lambda example, key: eval_one(params, state, example, key)[0])(batch, keys_b)
-        return as_example(losses), ()
+        one = lambda example, key: eval_one(unfrozen(params), state, example, key, None)[0]
+        return as_example(jax.vmap(one)(batch, keys_b)), ()
 
     return FlaxModel(loss_fn, eval_fn, params, stats, merge, quantum)
+
+
+def _block_contract(
+    loss: AskedLoss, train_one: Callable, eval_one: Callable, params: Tree, stats: Tree, group: int, merge: Callable
+) -> FlaxModel:
+    """The contract of a batch_loss. A mask is part of the contract with model state, so that state is then empty."""
+
+    def losses(one: Callable, params: Tree, batch: Tree, keys_b: jax.Array, mask_b: jax.Array | None) -> Example:
+        rows = len(keys_b)
+        if rows % group:
+            raise ValueError(f"A block of {rows} rows does not consist of whole groups of {group}. Set {group=}.")
+        split = lambda x: x.reshape(rows // group, group, *x.shape[1:])
+        on_group = lambda batch, keys, mask: one(unfrozen(params), stats, batch, keys, mask)[0]
+        groups = jax.tree.map(split, (batch, keys_b, mask_b))
+        if mask_b is not None:
+            groups = _without_empty_groups(*groups)
+        example = as_example(jax.vmap(on_group)(*groups))
+        return jax.tree.map(lambda x: x.reshape(rows, *x.shape[2:]), example)
+
+    def with_mask(one: Callable, state_sums: Callable[[jax.Array], Tree]) -> Callable:
+        def loss_fn(params: Tree, *given: Any) -> tuple[Example, Tree]:
+            if len(given) == 2:
+                raise TypeError("This model's batch_loss takes a mask: pass init(model.params, model.model_state).")
+            _, batch, keys_b, mask_b = given
+            return losses(one, params, batch, keys_b, mask_b), state_sums(mask_b)
+
+        return loss_fn
+
+    if "mask" in loss.names:
+        train_fn = with_mask(train_one, lambda mask_b: ({}, jnp.sum(mask_b, dtype=jnp.float32)))
+        return FlaxModel(train_fn, with_mask(eval_one, lambda mask_b: ()), params, {}, merge, group)
+    run = lambda one: lambda params, batch, keys_b: losses(one, params, batch, keys_b, None)
+    return FlaxModel(run(train_one), run(eval_one), params, None, merge, group)
+
+
+def _without_empty_groups(batch_GxR: Tree, keys_GxR: jax.Array, mask_GxR: jax.Array) -> tuple[Tree, Any, Any]:
+    """Replace groups of nothing but padding by the first group, as a mean over no rows would be NaN.
+
+    The values of such a group are not used, but 0 * NaN is NaN in the gradient.
+    """
+    valid_G = mask_GxR.any(axis=1)
+    mask_GxR = mask_GxR | ~valid_G[0]  # a worker without rows
+    keep = lambda x: jnp.where(valid_G.reshape(-1, *[1] * (x.ndim - 1)), x, x[:1])
+    return jax.tree.map(keep, (batch_GxR, keys_GxR, mask_GxR))
+
+
+def _all_arrays(wrt: Any) -> Callable[..., bool]:
+    """A filter of the variables to train and of all constant arrays: arguments of the programs, not part of them."""
+    to_train = nnx.filterlib.to_predicate(wrt)
+
+    def keep(path: Any, variable: Any) -> bool:
+        if isinstance(variable, nnx.BatchStat | nnx.RngState):
+            return False
+        return isinstance(variable.get_value(), jax.Array) or to_train(path, variable)
+
+    return keep
+
+
+def _fixed_stats(model: nnx.Module) -> Callable[..., bool]:
+    """A filter of the variables of BatchNorm layers that use their running averages in training."""
+    fixed = {path for path, module in nnx.iter_modules(model) if getattr(module, "use_running_average", False)}
+    return lambda path, variable: tuple(path[:-1]) in fixed
 
 
 def _rekeyed(streams: Tree, key: jax.Array) -> Tree:
@@ -181,9 +330,11 @@ def _rekeyed(streams: Tree, key: jax.Array) -> Tree:
 
 
 def _groups(model: nnx.Module) -> list[int]:
-    """Return the group sizes of the model's BatchNorm layers; refuse layers that depend on the split."""
+    """Return the group sizes of BatchNorm layers in training mode; refuse layers that depend on the split."""
     groups = []
     for path, module in nnx.iter_modules(model):
+        if getattr(module, "use_running_average", False):
+            continue
         if isinstance(module, nnx.BatchNorm):
             raise _batch_norm(path, "flax.nnx.BatchNorm", "hetjax.BatchNorm")
         if isinstance(module, BatchNorm):

@@ -21,6 +21,7 @@ import numpy as np
 from hetjax.adapters.contract import Objective, control, example_keys, valid_rows
 from hetjax.adapters.sync_axis import SyncAxis
 from hetjax.devices.compile import expected
+from hetjax.reduce.trainable import unfrozen
 from hetjax.state import State
 
 log = logging.getLogger("hetjax")
@@ -89,7 +90,7 @@ def check_model_state(
     @jax.jit
     def run(params: Tree, old: Tree, rows: Tree, ctl: jax.Array) -> Tree:
         rows, mask_b = valid_rows(rows, ctl)
-        return objective(params, old, rows, example_keys(ctl, len(mask_b)), mask_b)[1]
+        return objective(unfrozen(params), old, rows, example_keys(ctl, len(mask_b)), mask_b)[1]
 
     def sums_of(old: Tree, rows: Tree, count: int, position: int) -> Tree:
         sums = run(params, old, rows, control(count, seed=0, epoch=0, position=position))

@@ -49,14 +49,15 @@ def size(tree: Any) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype"))
 
 
-def check_parameters(params: Any, workers: Workers) -> None:
-    """Raise ValueError if parameters and gradients together do not fit on a local worker's device."""
+def check_parameters(params: Any, trained: Any, workers: Workers) -> None:
+    """Raise ValueError if parameters and gradients (of those trained) do not fit on a local worker's device."""
     for worker in workers.local:
         room = available(workers.devices[worker], len(workers.local))
-        if room is not None and 2 * size(params) > room:
+        if room is not None and size(params) + size(trained) > room:
             raise ValueError(
-                f"The parameters take {gib(size(params))}, and as much again for their gradient, but worker {worker} "
-                f"({workers.devices[worker]}) has {gib(room)}. Use a smaller model, or fewer workers on this host."
+                f"The parameters take {gib(size(params))}, and their gradient {gib(size(trained))}, but worker "
+                f"{worker} ({workers.devices[worker]}) has {gib(room)}. Use a smaller model, or fewer workers on this "
+                "host."
             )
 
 

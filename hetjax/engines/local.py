@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from hetjax.adapters.contract import Example, Objective, example_keys, valid_rows
 from hetjax.adapters.sync_axis import SyncAxis
 from hetjax.reduce.layout import Layout, Parts, StepSums
-from hetjax.reduce.optimizer import trainable, with_trained
+from hetjax.reduce.trainable import trainable, unfrozen, with_trained
 
 Tree = Any
 RowSums = Callable[[Tree, Tree, Tree, jax.Array], Parts]
@@ -43,7 +43,7 @@ def train_sums(objective: Objective, layout: Layout) -> RowSums:
         keys_b = example_keys(ctl, len(mask_b))
 
         def total_loss(trained: Tree) -> tuple[jax.Array, tuple[Example, Tree]]:
-            example, state_sums = objective(with_trained(params, trained), model_state, rows, keys_b, mask_b)
+            example, state_sums = objective(unfrozen(with_trained(params, trained)), model_state, rows, keys_b, mask_b)
             return _masked_sum(example.loss_b, mask_b, layout.dtype), (example, state_sums)
 
         grads, (example, state_sums) = jax.grad(total_loss, has_aux=True)(trainable(params))
@@ -57,7 +57,7 @@ def eval_sums(objective: Objective, layout: Layout) -> RowSums:
 
     def sums(params: Tree, model_state: Tree, rows: Tree, ctl: jax.Array) -> Parts:
         rows, mask_b = valid_rows(rows, ctl)
-        example, _ = objective(params, model_state, rows, example_keys(ctl, len(mask_b)), mask_b)
+        example, _ = objective(unfrozen(params), model_state, rows, example_keys(ctl, len(mask_b)), mask_b)
         return layout.pack(StepSums((), (), **_scalars(example, mask_b, layout.dtype)))
 
     return sums
@@ -83,6 +83,6 @@ def layout_of(
     keys_b = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), rows))
     mask_b = jax.ShapeDtypeStruct((rows,), jnp.bool_)
     with SyncAxis(None).allowed() as axis:
-        example, state_sums = jax.eval_shape(objective, params, model_state, block, keys_b, mask_b)
+        example, state_sums = jax.eval_shape(objective, unfrozen(params), model_state, block, keys_b, mask_b)
     grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), trainable(params)) if train else ()
     return Layout.of(grads, state_sums if train else (), tuple(example.metrics)), axis.used

@@ -1,4 +1,4 @@
-"""Checks of an optax optimizer and of the parameters it trains; only floating-point parameters are passed to it."""
+"""Checks of an optax optimizer and of the parameters it trains; only trainable parameters are passed to it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from hetjax.reduce.trainable import has_gradient, trainable
+
 Tree = Any
 
 
@@ -16,47 +18,25 @@ def check_optimizer(optimizer: Any) -> None:
     """Raise TypeError unless `optimizer` is an optax gradient transformation."""
     if all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         return
-    hint = ""
-    if hasattr(optimizer, "tx"):  # nnx.Optimizer
-        hint = " Pass its transformation, optimizer.tx: hetjax keeps the optimizer state itself."
-    elif callable(optimizer):
-        hint = " Call it to make one."
+    hint = " Call it to make one." if callable(optimizer) else ""
     raise TypeError(
         f"optimizer must be an optax transformation such as optax.adam(1e-3), got {type(optimizer).__name__}.{hint}"
     )
 
 
-def has_gradient(p: Any) -> bool:
-    """Whether an array is floating-point or complex."""
-    return bool(jnp.issubdtype(p.dtype, jnp.inexact))
-
-
-def trainable(params: Tree) -> Tree:
-    """Replace parameters that have no gradient, such as integers, by None."""
-    return jax.tree.map(lambda p: p if has_gradient(p) else None, params)
-
-
-def with_trained(params: Tree, trained: Tree) -> Tree:
-    """Replace the trainable parameters by `trained`; the others are unchanged."""
-    return jax.tree.map(lambda p, new: p if new is None else new, params, trained)
-
-
-def check_params(params: Tree, sync: str) -> None:
-    """Raise if nothing can be trained, or if `sync` would average parameters that have no gradient."""
+def check_params(params: Tree) -> None:
+    """Raise if a parameter is no array, or if nothing can be trained."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     for path, leaf in leaves:
         if not hasattr(leaf, "dtype"):
             name = f"params{jax.tree_util.keystr(path)}"
             raise TypeError(f"{name} is {leaf!r}: expected an array, such as jnp.zeros(3).")
-    fixed = [(jax.tree_util.keystr(path), leaf.dtype) for path, leaf in leaves if not has_gradient(leaf)]
-    if len(fixed) == len(leaves):
+    if not any(has_gradient(leaf) for _, leaf in leaves):
         raise ValueError("params holds no arrays of floating-point numbers: there is nothing to train.")
-    if fixed and sync != "allreduce":
-        name, dtype = fixed[0]
+    if not jax.tree.leaves(trainable(params)):
         raise ValueError(
-            f"The parameter {name} is {dtype}, which has no gradient, and the sync {sync!r} averages parameters. Use "
-            "sync='allreduce', or keep it out of params: close over it, or make it an nnx.Variable in place of an "
-            "nnx.Param."
+            "All parameters are frozen: there is nothing to train. `wrt` selects the parameters to train, for instance "
+            "from_nnx(model, example_loss, wrt=nnx.LoRAParam)."
         )
 
 

@@ -12,11 +12,11 @@ import optax
 
 from hetjax.reduce.finite import NONFINITE, all_finite
 from hetjax.reduce.layout import StepSums
-from hetjax.reduce.optimizer import has_gradient, trainable, with_trained
+from hetjax.reduce.trainable import trained_core, with_trained_core
 from hetjax.state import Core
 
 Tree = Any
-Finish = Callable[[Any, Any], Any]  # (core, sums of the step) -> core
+Finish = Callable[[Any, Any], Any]  # (trained core, sums of the step) -> trained core
 
 
 @dataclass(frozen=True)
@@ -60,17 +60,14 @@ def optimizer_step(
 
     def finish(core: Core, sums: StepSums) -> Core:
         params, model_state, opt_state, ema = core
-        trained = trainable(params)
-        grads = jax.tree.map(lambda g, p: (g / sums.weight).astype(p.dtype), sums.grads, trained)
-        updates, new_opt_state = update(grads, opt_state, trained, value=sums.loss / sums.weight)
-        new_params = with_trained(params, optax.apply_updates(trained, updates))
+        grads = jax.tree.map(lambda g, p: (g / sums.weight).astype(p.dtype), sums.grads, params)
+        updates, new_opt_state = update(grads, opt_state, params, value=sums.loss / sums.weight)
+        new_params = optax.apply_updates(params, updates)
         new_state = model_state if advance is None else advance(model_state, sums.state_sums)
         new_ema = (
             ema
             if ema_decay is None
-            else jax.tree.map(
-                lambda e, p: ema_decay * e + (1 - ema_decay) * p if has_gradient(p) else p, ema, new_params
-            )
+            else jax.tree.map(lambda e, p: ema_decay * e + (1 - ema_decay) * p, ema, new_params)
         )
         return new_params, new_state, new_opt_state, new_ema
 
@@ -81,8 +78,10 @@ def optimizer_step(
 class Update:
     """Updates the core if the sums are finite, and reports whether the new core is.
 
+    Parameters that are not trained stay as they are, outside of all this: they cost no copy, and may hold infinities.
+
     Args:
-        finish: Computes the new core; None in evaluation, where the sums are the result.
+        finish: Computes the new `trained_core`; None in evaluation, where the sums are the result.
         undo: Keep the old core if the new one is not finite. Both must be held, so nothing is donated. Without it, the
             update is in place, for runs that stop at a nonfinite value.
     """
@@ -117,18 +116,20 @@ class Update:
         """
         if self.finish is None:
             return core, jnp.bool_(False)
+        whole, core = core, trained_core(core)
         allowed = (level < NONFINITE) & (weight > 0)
         if not self.undo:
             core = jax.lax.cond(allowed, self.finish, lambda core, _: core, core, sums)
             # NaN in the optimizer state reaches the parameters, but the infinite square of a large gradient does not: a
             # parameter divided by it never moves again.
             state_finite = jax.lax.cond(level > 0, _state_finite, lambda _: jnp.bool_(True), core)
-            return core, share(allowed & ~(all_finite(core[:2]) & state_finite))
+            return with_trained_core(whole, core), share(allowed & ~(all_finite(core[:2]) & state_finite))
         new = self.finish(core, sums)
         bad = share(allowed & ~(all_finite(new[:2]) & _state_finite(new)))
         # A loop of at most one iteration: `cond` would copy the core in either case.
         restore = lambda _: (jnp.bool_(False), core)
-        return jax.lax.while_loop(lambda carry: carry[0], restore, (~allowed | jnp.any(bad), new))[1], bad
+        kept = jax.lax.while_loop(lambda carry: carry[0], restore, (~allowed | jnp.any(bad), new))[1]
+        return with_trained_core(whole, kept), bad
 
 
 def _state_finite(core: Core) -> jax.Array:

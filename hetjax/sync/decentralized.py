@@ -25,6 +25,7 @@ from hetjax.fleet.agree import gather
 from hetjax.fleet.membership import kept_entries
 from hetjax.reduce.base import Reduce, Replicas
 from hetjax.reduce.layout import HOST_SLOTS, Parts, StepReport, StepSums, level_of_all, with_bad_update
+from hetjax.reduce.trainable import trainable
 from hetjax.reduce.transports import sum_parts
 from hetjax.reduce.update import Update
 from hetjax.sampling.order import PlannedStep
@@ -146,7 +147,8 @@ class NeighborReduce:
         layout, count = self.layout, len(self.workers)
         sent = layout.outgoing(parts, slots, jax.lax.axis_index(AXIS), count)
         (tail,) = sum_parts((layout.tail(sent),), self.workers)
-        params = self._mixed(core[0], active_R) if mixes else core[0]
+        trained = trainable(core[0])
+        params = self._mixed(trained, active_R) if mixes else trained
         total = tail[1]  # global weight; tail[0] is the loss
         moved, bad_W = self.update(
             core,

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from hetjax.devices.compile import expected
 from hetjax.devices.workers import Workers
+from hetjax.reduce.trainable import trained_core, with_trained_core
 from hetjax.state import State
 
 Tree = Any
@@ -99,6 +100,7 @@ def _compiled_mean(sharding: NamedSharding | None) -> Any:
         return replica_mean(x, total, share=share_N.reshape(-1, *(1,) * (x.ndim - 1)))
 
     def core_mean(core: Tree, share_N: jax.Array | None) -> Tree:
-        return jax.tree.map(lambda x: leaf_mean(x, share_N), core)
+        first = jax.tree.map(lambda x: x[0], core)  # parameters that are not trained are the same in all replicas
+        return with_trained_core(first, jax.tree.map(lambda x: leaf_mean(x, share_N), trained_core(core)))
 
     return jax.jit(core_mean, out_shardings=sharding)

@@ -14,6 +14,7 @@ from hetjax.arguments import whole
 from hetjax.devices.workers import Workers
 from hetjax.fleet.agree import gather
 from hetjax.reduce.base import Reduce
+from hetjax.reduce.trainable import trainable
 from hetjax.sampling.nodes import RULES, NodeAllocator, NodeSampler
 from hetjax.sampling.order import Sampler
 from hetjax.state import State
@@ -239,14 +240,16 @@ class Daso(Sync):
         """Restore the exchanges of the state: the last mean, the nodes' messages, and the pending exchange."""
         more = state.more or {}
         if self.schedule.skip > 0 or self.config.faithful:
-            mean = more.get("mean") or [jnp.asarray(x)[None] for x in jax.tree.leaves(self.answer(state).params)]
+            first = lambda: jax.tree.leaves(trainable(self.answer(state).params))
+            mean = more.get("mean") or [jnp.asarray(x)[None] for x in first()]
             reduce.rebase(mean)
         if more:
             pieces = lambda x: [_piece(x, j) for j in layout.local]
             rows = lambda x: [np.asarray(row)[0] for row in pieces(x)]
             if "sent" in more:
                 sent_n = [list(x) for x in zip(*map(pieces, more["sent"]), strict=True)]
-                reduce.resume(rows(more["notes"]), rows(more["said"]), sent_n, jax.tree.structure(state.params))
+                tree = jax.tree.structure(trainable(state.params))
+                reduce.resume(rows(more["notes"]), rows(more["said"]), sent_n, tree)
             else:
                 reduce.resume(rows(more["notes"]), [], [], None)
 

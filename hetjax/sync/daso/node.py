@@ -19,6 +19,7 @@ from hetjax.devices.compile import compile_over, expected
 from hetjax.devices.workers import AXIS, Workers
 from hetjax.fleet.agree import gather
 from hetjax.reduce.layout import HOST_SLOTS, SLOTS, Layout, Parts, level_of_all, with_bad_update
+from hetjax.reduce.trainable import trainable, trained_core, with_trained, with_trained_core
 from hetjax.reduce.update import Update
 from hetjax.sync.daso.averaging import BlendWeights, Leaves
 
@@ -109,7 +110,7 @@ class Node:
             return jax.jit(partial(jax.tree.map, jnp.copy))(jax.device_put(core, workers.replicated))
 
     def _compile(self, core: Tree) -> None:
-        count, layout, params = len(self.workers), self.layout, core[0]
+        count, layout, params = len(self.workers), self.layout, trainable(core[0])
         replicated = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=self.workers.replicated)
         sharded = lambda size, dtype: jax.ShapeDtypeStruct((count, size), dtype, sharding=self.workers.sharded)
         compiled = lambda fn, *args, donate=(): compile_over(fn, args, self.workers.devices, donate)
@@ -170,28 +171,29 @@ class Node:
         return self._run_apply(core, [self.put(x) for x in totals], tail)
 
     def snapshot(self, core: Tree) -> Tree:
-        """A copy of the current parameters, which later updates do not overwrite."""
-        return self._run_copy(core[0])
+        """A copy of the current trainable parameters, which later updates do not overwrite."""
+        return self._run_copy(trainable(core[0]))
 
     def blend(self, core: Tree, mean: Leaves, sent: Tree, weights: BlendWeights) -> Tree:
         """Blend a mean over nodes into the parameters; `sent`: this node's part of that mean."""
         mean = [self.put(x) for x in mean]
         scalars = tuple(self.put(np.asarray(weight, self.layout.dtype)) for weight in weights)
-        return (self._run_blend(core[0], mean, sent, scalars), *core[1:])
+        blended = self._run_blend(trainable(core[0]), mean, sent, scalars)
+        return (with_trained(core[0], blended), *core[1:])
 
     def exchange_shapes(self, core: Tree, compressed: bool) -> list[tuple[str, Leaves]]:
         """The kinds of exchange that this node will take part in, and the leaves of each."""
-        params, leaves = jax.tree.leaves(core[0]), jax.tree.leaves(core)
+        params, leaves = jax.tree.leaves(trainable(core[0])), jax.tree.leaves(trained_core(core))
         kinds = [("total", self._totals), ("mean", params), *([("compressed", params)] if compressed else [])]
         others = [[leaves[k] for k in averaged_leaves(core, with_optimizer)] for with_optimizer in (False, True)]
         return kinds + [("mean", sent) for sent in others if sent]
 
     def put_leaves(self, core: Tree, indices: Sequence[int], values: Leaves) -> Tree:
-        """The core with the leaves of these indices replaced."""
-        leaves, tree = jax.tree.flatten(core)
+        """The core with the leaves of these indices (`averaged_leaves`) replaced."""
+        leaves, tree = jax.tree.flatten(trained_core(core))
         for index, value in zip(indices, values, strict=True):
             leaves[index] = self.put(value)
-        return jax.tree.unflatten(tree, leaves)
+        return with_trained_core(core, jax.tree.unflatten(tree, leaves))
 
     def put(self, x: Any) -> jax.Array:
         """Replicate an array on the workers of this node."""
@@ -205,12 +207,12 @@ class Node:
 
 
 def averaged_leaves(core: Tree, with_optimizer: bool) -> list[int]:
-    """The indices of the leaves of the core, beside the parameters, that nodes average at the end of an epoch.
+    """The indices of the leaves of the `trained_core`, beside the parameters, that nodes average after an epoch.
 
     Model state, moving average and counters; the optimizer's floating state only on request.
     """
     indices, index = [], 0
-    for part, tree in enumerate(core):
+    for part, tree in enumerate(trained_core(core)):
         for leaf in jax.tree.leaves(tree):
             counter = jnp.issubdtype(leaf.dtype, jnp.signedinteger)
             real = jnp.issubdtype(leaf.dtype, jnp.floating)

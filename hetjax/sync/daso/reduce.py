@@ -16,6 +16,7 @@ from hetjax.devices.workers import Workers
 from hetjax.fleet.agree import Disagreement
 from hetjax.reduce.base import Replicas
 from hetjax.reduce.layout import Layout, Parts, StepReport
+from hetjax.reduce.trainable import trained_core
 from hetjax.sampling.nodes import NodeAllocator
 from hetjax.sampling.order import PlannedStep
 from hetjax.state import State
@@ -249,7 +250,7 @@ class DasoReduce:
         indices, message_N = averaged_leaves(core_n[0], with_optimizer), self._message_N
         if indices:
             pairs = list(zip(self.nodes, core_n, strict=True))
-            leaves_n = [node.lead([jax.tree.leaves(core)[k] for k in indices]) for node, core in pairs]
+            leaves_n = [node.lead([jax.tree.leaves(trained_core(core))[k] for k in indices]) for node, core in pairs]
             mean = self._wait_for(self._start("mean", leaves_n, self._take_messages())).leaves
             core_n = [node.put_leaves(core, indices, mean) for node, core in pairs]
         self._message_N = message_N
@@ -335,7 +336,7 @@ class DasoReduce:
             words_n: the messages of each node of this process.
             sent_words_n: those of the pending exchange; empty if there is none.
             sent_n: its parameters.
-            tree: the structure of the parameters.
+            tree: the structure of the trainable parameters.
         """
         message = lambda words: replace(NodeMessage.of(from_words(words)), stop=0.0, save=0.0)
         self._message_n = [message(words) for words in words_n]

@@ -15,6 +15,7 @@ from jax.sharding import SingleDeviceSharding
 from hetjax.devices.compile import compile_for, expected
 from hetjax.engines.clocks import LocalResult
 from hetjax.reduce.layout import Layout
+from hetjax.reduce.trainable import trainable, trained_core, with_trained, with_trained_core
 from hetjax.sampling.ranges import Range
 from hetjax.state import Core
 from hetjax.sync.base import UpdateRule
@@ -32,7 +33,7 @@ def merge_replicas(before: Core, replicas: Sequence[Core], weight_W: jax.Array, 
 
     Y. Ma, F. Rusu, K. Wu, A. Sim, arXiv 2110.07029, w' = merged + momentum (w - w_prev); weights of
     `rules.merge_weights`. Model state, optimizer state and parameter average take the weighted mean without momentum;
-    integer leaves, such as step counts, take the maximum.
+    integer leaves, such as step counts, take the maximum. Parameters that are not trained stay as they are.
     """
 
     def weigh(*leaves: jax.Array) -> jax.Array:
@@ -40,9 +41,11 @@ def merge_replicas(before: Core, replicas: Sequence[Core], weight_W: jax.Array, 
             return functools.reduce(jnp.maximum, leaves)
         return functools.reduce(jnp.add, [weight_W[i].astype(leaf.dtype) * leaf for i, leaf in enumerate(leaves)])
 
-    params, *rest = jax.tree.map(weigh, *replicas)
-    velocity = jax.tree.map(lambda to, at, v: to - at + momentum * v, params, before[0], velocity)
-    return (jax.tree.map(jnp.add, before[0], velocity), *rest), velocity
+    params, *rest = jax.tree.map(weigh, *map(trained_core, replicas))
+    at = trainable(before[0])
+    moved = jax.tree.map(lambda to, at, v: to - at + momentum * v, params, at, trainable(velocity))
+    merged = with_trained_core(before, (jax.tree.map(jnp.add, at, moved), *rest))
+    return merged, with_trained(velocity, moved)
 
 
 class Merged:

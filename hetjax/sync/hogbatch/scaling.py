@@ -19,6 +19,7 @@ import optax
 from hetjax.devices.compile import compile_for, expected
 from hetjax.devices.workers import device_kind
 from hetjax.reduce.layout import HOST_SLOTS, Layout, Parts
+from hetjax.reduce.trainable import trainable
 from hetjax.reduce.transports import apply_where_finite
 from hetjax.state import Core
 from hetjax.sync.base import UpdateRule
@@ -92,7 +93,7 @@ def compile_updates(
     """The program (core, a worker's sums, slots, scale, rate) -> (core, report) of each device."""
     shape = lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype))
     shapes = jax.tree.map(shape, core)
-    homogeneous = is_homogeneous(rule.optimizer, shapes[0])
+    homogeneous = is_homogeneous(rule.optimizer, trainable(shapes[0]))
 
     def step(core: Core, parts_1: Parts, slots: jax.Array, scale: jax.Array, rate: jax.Array) -> tuple[Core, jax.Array]:
         own = layout.outgoing(tuple(part[0] for part in parts_1), slots, 0, 1)
