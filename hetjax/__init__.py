@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hetjax.adapters.batch_norm import BatchNorm, LinenBatchNorm
-    from hetjax.adapters.contract import Example
+    from hetjax.adapters.contract import Example, Metric
     from hetjax.adapters.flax_models import FlaxModel, from_linen, from_nnx
     from hetjax.data.source_blocks import make_blocks
     from hetjax.devices.fake import fake_devices
@@ -34,6 +34,7 @@ _HOME = {
     "LiveState": "hetjax.state",
     "Looped": "hetjax.engines",
     "Masked": "hetjax.engines",
+    "Metric": "hetjax.adapters.contract",
     "NonFiniteError": "hetjax.nonfinite",
     "Progress": "hetjax.report.hooks",
     "Record": "hetjax.history",
@@ -61,6 +62,7 @@ __all__ = [
     "LiveState",
     "Looped",
     "Masked",
+    "Metric",
     "NonFiniteError",
     "Progress",
     "Record",

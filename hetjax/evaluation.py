@@ -13,9 +13,10 @@ import numpy as np
 
 from hetjax.data.batches import as_batch, sample_of
 from hetjax.engines.session import Session
-from hetjax.pipeline import Finished, Pipeline
+from hetjax.pipeline import Pipeline
 from hetjax.planning.allocation import solve
 from hetjax.planning.controllers.base import Plan
+from hetjax.reduce.layout import Means, Value
 from hetjax.sampling.order import Span
 
 Tree = Any
@@ -23,7 +24,7 @@ Tree = Any
 
 def mean_over(
     batches: Iterable[Any], open_pipeline: Callable[[Tree], Pipeline], limit: int, shares_W: np.ndarray
-) -> dict[str, float]:
+) -> dict[str, Value]:
     """Return the mean loss and metrics over all samples of the batches.
 
     Args:
@@ -36,8 +37,7 @@ def mean_over(
         ValueError: if there are no batches.
     """
     pipeline: Pipeline | None = None
-    position, sums = 0, {"loss": 0.0}
-    weight = 0.0
+    position, means = 0, Means()
     for each in batches:
         batch = as_batch(each, limit)
         if pipeline is None:
@@ -45,25 +45,15 @@ def mean_over(
         span = Span(0, position, position + len(batch))
         position = span.stop
         finished = pipeline.submit(batch, span, _split(pipeline.session, len(batch), shares_W))
-        weight = _add(sums, weight, finished)
+        means = means if finished is None else means.plus(finished[1])
     if pipeline is None:
         raise ValueError("There is nothing to evaluate: the batches are empty.")
-    weight = _add(sums, weight, pipeline.flush())
-    return {name: value / weight for name, value in sums.items()}
+    finished = pipeline.flush()
+    means = means if finished is None else means.plus(finished[1])
+    return {"loss": means.loss, **means.metrics}
 
 
 def _split(session: Session, batch: int, shares_W: np.ndarray) -> Plan:
     limits = session.engine.limits()
     free = replace(limits, minimum_W=np.zeros_like(limits.minimum_W))
     return Plan(solve(np.zeros(limits.workers), 1 / shares_W, free, batch).counts_W)
-
-
-def _add(sums: dict[str, float], weight: float, finished: Finished | None) -> float:
-    """Add a finished step to the sums and return the total weight."""
-    if finished is None:
-        return weight
-    _, report = finished
-    sums["loss"] += report.loss_sum
-    for name, value in report.metric_sums.items():
-        sums[name] = sums.get(name, 0.0) + value
-    return weight + report.weight

@@ -25,7 +25,7 @@ from hetjax.history import Record, RunLog
 from hetjax.nonfinite import NonFiniteError, NonFinitePolicy
 from hetjax.pipeline import Finished, Pipeline, Requests
 from hetjax.planning.controllers.base import Controller, Plan
-from hetjax.reduce.layout import MANY
+from hetjax.reduce.layout import MANY, Value
 from hetjax.reduce.optimizer import check_optimizer, check_params, init_optimizer
 from hetjax.reduce.transports import make_reduce
 from hetjax.reduce.update import running_average, unchanged
@@ -223,7 +223,7 @@ class Step:
         first = 0 if self._pipeline is None else self._pipeline.next - self._first
         yield from until_shortest(loader, self.requests, lambda step: self._left[step], process_W, first)
 
-    def evaluate(self, state: AnyState, batches: Iterable[Any]) -> dict[str, float]:
+    def evaluate(self, state: AnyState, batches: Iterable[Any]) -> dict[str, Value]:
         """Compute the mean loss and metrics over all samples of the batches, split like the training steps.
 
         Args:
@@ -231,7 +231,8 @@ class Step:
             batches: as in a call, each with at most `batch_size` rows; the same number in all processes.
 
         Returns:
-            The mean of 'loss' and of every metric, by name.
+            The mean of 'loss' and the mean (or sum) of every metric, by name: numbers, and arrays for metrics with a
+            shape.
 
         Raises:
             ValueError: if there are no batches.

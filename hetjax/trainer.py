@@ -24,6 +24,7 @@ from hetjax.engines import EngineSpec
 from hetjax.fleet.agree import digest, same
 from hetjax.history import History, Hook, Recorder
 from hetjax.planning.controllers.base import Controller
+from hetjax.reduce.layout import Value
 from hetjax.reduce.optimizer import check_params
 from hetjax.sampling.blocks import Blocks
 from hetjax.sampling.order import EndlessSampler, Sampler
@@ -285,7 +286,7 @@ class Trainer:
         """
         return self.sync.answer(state)
 
-    def evaluate(self, state: State, source: Any) -> dict[str, float]:
+    def evaluate(self, state: State, source: Any) -> dict[str, Value]:
         """Compute the mean loss and metrics over every sample, each exactly once, split like the training steps.
 
         Args:
@@ -293,7 +294,8 @@ class Trainer:
             source: as in `fit`, but not endless, or batches.
 
         Returns:
-            The mean of 'loss' and of every metric, by name.
+            The mean of 'loss' and the mean (or sum) of every metric, by name: numbers, and arrays for metrics with a
+            shape.
         """
         state = checked(state)
         if is_stream(source):

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hetjax.adapters.contract import Example, Objective, example_keys, valid_rows
+from hetjax.adapters.contract import Example, Metric, Objective, example_keys, valid_rows
 from hetjax.adapters.sync_axis import SyncAxis
-from hetjax.reduce.layout import Layout, Parts, StepSums
+from hetjax.reduce.layout import Layout, MetricLayout, Parts, StepSums
 from hetjax.reduce.optimizer import trainable, with_trained
 
 Tree = Any
@@ -18,7 +18,10 @@ RowSums = Callable[[Tree, Tree, Tree, jax.Array], Parts]
 
 
 def _masked_sum(value_b: jax.Array, mask_b: jax.Array, dtype: Any) -> jax.Array:
-    return jnp.sum(jnp.where(mask_b, value_b, 0).astype(dtype))
+    """The sum over valid rows, [batch, ...] -> [...]."""
+    value_b = jnp.asarray(value_b)
+    valid = mask_b.reshape(mask_b.shape + (1,) * (value_b.ndim - 1))
+    return jnp.sum(jnp.where(valid, value_b, 0).astype(dtype), axis=0)
 
 
 def _scalars(example: Example, mask_b: jax.Array, dtype: Any) -> dict[str, Any]:
@@ -28,8 +31,25 @@ def _scalars(example: Example, mask_b: jax.Array, dtype: Any) -> dict[str, Any]:
         "loss": total(example.loss_b),
         "weight": count if example.weight_b is None else total(example.weight_b),
         "count": count,
-        "metrics": {name: total(value_b) for name, value_b in example.metrics.items()},
+        "metrics": {
+            name: total(value.sum_b if isinstance(value, Metric) else value) for name, value in example.metrics.items()
+        },
+        "metric_weights": {
+            name: total(value.weight_b)
+            for name, value in example.metrics.items()
+            if isinstance(value, Metric) and value.weight_b is not None
+        },
     }
+
+
+def _metric_layout(name: str, value: Any) -> MetricLayout:
+    """The layout of a metric, from its shapes."""
+    if not isinstance(value, Metric):
+        return MetricLayout(name)
+    shape = value.sum_b.shape[1:]
+    if value.weight_b is not None:
+        return MetricLayout(name, shape, "own", value.weight_b.shape[1:])
+    return MetricLayout(name, shape, "nothing" if value.reduce == "sum" else "count")
 
 
 def train_sums(objective: Objective, layout: Layout) -> RowSums:
@@ -85,4 +105,5 @@ def layout_of(
     with SyncAxis(None).allowed() as axis:
         example, state_sums = jax.eval_shape(objective, params, model_state, block, keys_b, mask_b)
     grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), trainable(params)) if train else ()
-    return Layout.of(grads, state_sums if train else (), tuple(example.metrics)), axis.used
+    metrics = [_metric_layout(name, value) for name, value in example.metrics.items()]
+    return Layout.of(grads, state_sums if train else (), metrics), axis.used
