@@ -127,6 +127,32 @@ class Objective:
         return example, state_sums
 
 
+@dataclass(frozen=True)
+class Prediction:
+    """A user's function for predictions behind one signature, with or without model state.
+
+    `predict_fn(params, batch, keys)`, or with model state `predict_fn(params, model_state, batch, keys)`, returns a
+    tree of arrays with one entry per example.
+    """
+
+    predict_fn: Callable[..., Any]
+    stateful: bool = False
+
+    def __call__(self, params: Tree, model_state: Tree, batch: Tree, keys_b: jax.Array) -> Tree:
+        state = (model_state,) if self.stateful else ()
+        outputs = self.predict_fn(params, *state, batch, keys_b)
+        leaves = jax.tree.leaves(outputs)
+        if not leaves or not all(isinstance(leaf, _ARRAY) for leaf in leaves):
+            raise TypeError(f"predict_fn must return an array or a tree of arrays, but it returned {_kind(outputs)}.")
+        for shape in map(jnp.shape, leaves):
+            if shape[:1] != keys_b.shape:
+                raise ValueError(
+                    f"predict_fn must return one output per example: for {len(keys_b)} rows arrays should have shape "
+                    f"({len(keys_b)}, ...), but one has shape {shape}."
+                )
+        return outputs
+
+
 def as_example(returned: Any) -> Example:
     """Return what a loss function returned as an `Example`."""
     if isinstance(returned, Example):

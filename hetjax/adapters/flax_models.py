@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -34,6 +34,7 @@ class FlaxModel:
         model_state: initial running statistics of BatchNorm; None without.
         merge: (params, model_state) -> the model with these values.
         quantum: counts are multiples of it: the group size of BatchNorm, or 1.
+        predict_fn: outputs for `Trainer.predict`; None if none were asked for.
     """
 
     loss_fn: Callable[..., Any]
@@ -42,9 +43,12 @@ class FlaxModel:
     model_state: Tree
     merge: Callable[[Tree, Tree], Any]
     quantum: int = 1
+    predict_fn: Callable[..., Any] | None = None
 
 
-def from_nnx(model: nnx.Module, example_loss: ExampleLoss) -> FlaxModel:
+def from_nnx(
+    model: nnx.Module, example_loss: ExampleLoss, *, predict: Callable[[Any, Any], Any] | None = None
+) -> FlaxModel:
     """Turn a Flax NNX model and the loss of one example into a `FlaxModel`.
 
     Examples are vmapped, each with its own random streams, so dropout does not depend on the split: `rngs` and the
@@ -61,6 +65,8 @@ def from_nnx(model: nnx.Module, example_loss: ExampleLoss) -> FlaxModel:
         model: the model; it is not changed. Batch normalization must be `hetjax.BatchNorm`.
         example_loss: `example_loss(model, example, rngs)` returns the loss of one example, a number or an `Example` of
             numbers. In evaluation `rngs` is None and the model is in `.eval()` mode.
+        predict: `predict(model, example)` returns the output of one example for `Trainer.predict`, an array or a tree
+            of arrays; the model is in `.eval()` mode.
 
     Returns:
         Loss functions, parameters and model state.
@@ -86,10 +92,15 @@ def from_nnx(model: nnx.Module, example_loss: ExampleLoss) -> FlaxModel:
         live = nnx.merge(eval_graph, params, stats, streams, rest, copy=True)
         return example_loss(live, example, None), ()
 
+    def predict_one(params: Tree, stats: Tree, example: Tree) -> Any:
+        assert predict is not None
+        return predict(nnx.merge(eval_graph, params, stats, streams, rest, copy=True), example)
+
     def merge(params: Tree, model_state: Tree) -> nnx.Module:
         return nnx.merge(eval_graph, params, model_state if stateful else stats, streams, rest, copy=True)
 
-    return _contract(train_one, eval_one, params, stats, groups, merge)
+    made = _contract(train_one, eval_one, params, stats, groups, merge)
+    return made if predict is None else replace(made, predict_fn=_over_batch(predict_one, stats))
 
 
 def from_linen(
@@ -99,6 +110,7 @@ def from_linen(
     *,
     eval_module: linen.Module | None = None,
     group: int = 16,
+    predict: Callable[[Any, Any], Any] | None = None,
 ) -> FlaxModel:
     """Turn a Flax Linen module and the loss of one example into a `FlaxModel`.
 
@@ -112,6 +124,8 @@ def from_linen(
         eval_module: the module for evaluation, where modes are fixed at construction (`use_running_average=True`,
             `deterministic=True`). Default: `module`.
         group: group size of the module's BatchNorm layers.
+        predict: `predict(apply, example)` returns the output of one example for `Trainer.predict`, an array or a tree
+            of arrays; `apply(x, ...)` calls the module for evaluation.
 
     Returns:
         Loss functions, parameters and model state.
@@ -138,10 +152,16 @@ def from_linen(
         tree = {"params": params, "batch_stats": stats, **fixed}
         return example_loss(lambda *args, **kwargs: evaluated.apply(tree, *args, **kwargs), example), ()
 
+    def predict_one(params: Tree, stats: Tree, example: Tree) -> Any:
+        assert predict is not None
+        tree = {"params": params, "batch_stats": stats, **fixed}
+        return predict(lambda *args, **kwargs: evaluated.apply(tree, *args, **kwargs), example)
+
     def merge(params: Tree, model_state: Tree) -> linen.Module:
         return evaluated.bind({"params": params, "batch_stats": model_state or {}, **fixed})
 
-    return _contract(train_one, eval_one, params, stats, [group] if jax.tree.leaves(stats) else [], merge)
+    made = _contract(train_one, eval_one, params, stats, [group] if jax.tree.leaves(stats) else [], merge)
+    return made if predict is None else replace(made, predict_fn=_over_batch(predict_one, stats))
 
 
 def _contract(
@@ -170,6 +190,13 @@ def _contract(
         return as_example(losses), ()
 
     return FlaxModel(loss_fn, eval_fn, params, stats, merge, quantum)
+
+
+def _over_batch(predict_one: Callable[[Tree, Tree, Tree], Any], stats: Tree) -> Callable[..., Any]:
+    """Return the function of a batch for predictions, from that of one example."""
+    if jax.tree.leaves(stats):
+        return lambda params, state, batch, keys_b: jax.vmap(lambda one: predict_one(params, state, one))(batch)
+    return lambda params, batch, keys_b: jax.vmap(lambda one: predict_one(params, stats, one))(batch)
 
 
 def _rekeyed(streams: Tree, key: jax.Array) -> Tree:

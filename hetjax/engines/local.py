@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hetjax.adapters.contract import Example, Metric, Objective, example_keys, valid_rows
+from hetjax.adapters.contract import Example, Metric, Objective, Prediction, example_keys, valid_rows
 from hetjax.adapters.sync_axis import SyncAxis
 from hetjax.reduce.layout import Layout, MetricLayout, Parts, StepSums
 from hetjax.reduce.optimizer import trainable, with_trained
@@ -81,6 +81,25 @@ def eval_sums(objective: Objective, layout: Layout) -> RowSums:
         return layout.pack(StepSums((), (), **_scalars(example, mask_b, layout.dtype)))
 
     return sums
+
+
+def row_outputs(prediction: Prediction) -> RowSums:
+    """(params, model_state, rows, ctl) -> the leaves of the rows' outputs, each [rows, ...]; nothing is summed."""
+
+    def outputs(params: Tree, model_state: Tree, rows: Tree, ctl: jax.Array) -> Parts:
+        rows, mask_b = valid_rows(rows, ctl)
+        made = prediction(params, model_state, rows, example_keys(ctl, len(mask_b)))
+        return tuple(jnp.asarray(leaf) for leaf in jax.tree.leaves(made))
+
+    return outputs
+
+
+def outputs_of(prediction: Prediction, params: Tree, model_state: Tree, row: Tree) -> Tree:
+    """Shapes of the outputs of one sample, by abstract evaluation."""
+    block = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), row)
+    keys_b = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 2))
+    made = jax.eval_shape(prediction, params, model_state, block, keys_b)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), made)
 
 
 def layout_of(
