@@ -64,7 +64,8 @@ def from_nnx(
     Args:
         model: the model; it is not changed. Batch normalization must be `hetjax.BatchNorm`.
         example_loss: `example_loss(model, example, rngs)` returns the loss of one example, a number or an `Example` of
-            numbers. In evaluation `rngs` is None and the model is in `.eval()` mode.
+            numbers, in which a `Metric` may hold arrays. In evaluation `rngs` is None and the model is in `.eval()`
+            mode.
         predict: `predict(model, example)` returns the output of one example for `Trainer.predict`, an array or a tree
             of arrays; the model is in `.eval()` mode.
 

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from problems import RandomPlans
 
-from hetjax import Chunked, Example, Metric, Progress, Step, Trainer
+from hetjax import BatchNorm, Chunked, Example, Metric, Progress, Step, Trainer, from_nnx
 from hetjax.adapters.contract import Objective
 from hetjax.report import Composite, JsonlTracker, TensorBoardTracker
 from hetjax.report.hooks import Follow
@@ -146,6 +147,33 @@ def test_records_of_every_sync_add_up_to_the_whole(sync):
     if sync in ("hogbatch", "adaptive-sgd"):  # whose sums go into checkpoints
         again = MetricSums(3, 0.0, saved["tally"]["whole"])
         check({"loss": again.means.loss, **again.means.metrics}, whole)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_flax_models_return_the_metrics_of_one_example(norm):
+    class Tokens(nnx.Module):
+        def __init__(self, rngs):
+            self.norm = BatchNorm(3, group=4, rngs=rngs) if norm else lambda x: x
+            self.head = nnx.Linear(3, CLASSES, rngs=rngs)
+
+    def example_loss(model, example, rngs):
+        logits = model.head(model.norm(example["x"][0]))
+        guess, truth = jax.nn.one_hot(logits.argmax(), CLASSES), jax.nn.one_hot(example["label"][0], CLASSES)
+        loss = optax.softmax_cross_entropy(logits, truth)
+        pairs = truth[:, None] * guess
+        metrics = {"confusion": Metric(pairs, reduce="sum"), "recall": Metric(jnp.diag(pairs), truth)}
+        return Example(2 * loss, jnp.float32(2), metrics)
+
+    model = from_nnx(Tokens(nnx.Rngs(0)), example_loss, predict=lambda model, x: model.head(model.norm(x["x"][0])))
+    with trainer_for(model, controller="equal") as trainer:
+        state = trainer.init(model.params, model.model_state)
+        found, guess = trainer.evaluate(state, DATA), trainer.predict(state, DATA).argmax(-1)
+        _, history = trainer.fit(state, DATA, epochs=1)
+    confusion = np.zeros((CLASSES, CLASSES))
+    np.add.at(confusion, (DATA["label"][:, 0], guess), 1)
+    np.testing.assert_array_equal(found["confusion"], confusion)
+    np.testing.assert_allclose(found["recall"][:-1], (np.diag(confusion) / confusion.sum(1).clip(1))[:-1], rtol=1e-6)
+    assert sum(record.metrics["confusion"].sum() for record in history.records) == SAMPLES
 
 
 def test_metrics_change_neither_loss_nor_parameters():
