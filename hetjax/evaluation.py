@@ -14,10 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from hetjax.adapters.contract import COUNT
 from hetjax.data.batches import as_batch, sample_of
 from hetjax.devices.workers import Workers
-from hetjax.engines.chunked import Chunk
 from hetjax.engines.clocks import LocalResult
 from hetjax.engines.session import Session
 from hetjax.fleet.agree import digest, gather_rows, same
@@ -85,26 +83,27 @@ def outputs_over(
     """
     session: Session | None = None
     position, counts_SxW, made = 0, [], []
-    running: tuple[list[list[Chunk]], list[Future[LocalResult]]] | None = None
+    running: list[Future[LocalResult]] | None = None
     try:
         for each in batches:
             batch = as_batch(each, limit)
             if session is None:
                 session = open_session(sample_of(batch))
                 replicas = _placed(leaves, session.engine.workers)
+                outputs = len(jax.tree.leaves(session.outputs))
             span = Span(0, position, position + len(batch))
             plan, position = _split(session, len(batch), shares_W), span.stop
             packed = packed_rows(session.engine, batch, span, plan, seed)  # while the batch before runs
-            finished = None if running is None else (running[0], session.clocks.wait(running[1]))
-            running = packed, session.engine.start(replicas, packed)
+            finished = None if running is None else session.clocks.wait(running)
+            running = session.engine.start(replicas, packed)
             counts_SxW.append(plan.counts_W)
-            made += [] if finished is None else _valid_rows(*finished)
+            made += [] if finished is None else _valid_rows(finished, outputs)
         if session is None or running is None:
             raise ValueError("There is nothing to predict: the batches are empty.")
-        made += _valid_rows(running[0], session.clocks.wait(running[1]))
+        made += _valid_rows(session.clocks.wait(running), outputs)
     except BaseException:
         if session is not None and running is not None:
-            wait(running[1], timeout=session.clocks.wait_limit)
+            wait(running, timeout=session.clocks.wait_limit)
         raise
     workers, shapes = session.engine.workers, jax.tree.leaves(session.outputs)
     own = [
@@ -121,14 +120,13 @@ def _placed(leaves: Sequence[Any], workers: Workers) -> Replicas:
     return Replicas(leaves_w, [own[-1] for own in leaves_w], lambda: None)
 
 
-def _valid_rows(packed: list[list[Chunk]], results: list[LocalResult]) -> list[list[np.ndarray]]:
+def _valid_rows(results: list[LocalResult], outputs: int) -> list[list[np.ndarray]]:
     """The outputs of every microbatch as host arrays, in order, without padding."""
     made = []
-    for chunks, result in zip(packed, results, strict=True):
-        outputs = len(result.parts) // max(1, len(chunks))
-        for i, chunk in enumerate(chunks):
-            parts = result.parts[i * outputs : (i + 1) * outputs]
-            made.append([np.asarray(part)[0, : chunk.ctl[COUNT]] for part in parts])
+    for result in results:
+        for i in range(0, len(result.parts), outputs + 1):
+            *parts, mask_b = (np.asarray(part)[0] for part in result.parts[i : i + outputs + 1])
+            made.append([part[: mask_b.sum()] for part in parts])
     return made
 
 

@@ -253,15 +253,12 @@ class Step:
     def predict(self, state: AnyState, batches: Iterable[Any]) -> Tree:
         """Compute the output of every sample with `predict_fn`, split among all workers like the training steps.
 
-        The engine is chunked, whatever trains; padding never appears in the outputs.
-
         Args:
-            state: a state of this step; it stays valid. A moving average of the parameters is used where there is one.
+            state: a state of this step; it stays valid.
             batches: as in `evaluate`; they need only what `predict_fn` reads.
 
         Returns:
-            The outputs of all samples in the order of the batches, in all processes: the tree that `predict_fn`
-            returns, of NumPy arrays whose first axis counts the samples.
+            The outputs of all samples in order, in all processes: `predict_fn`'s tree, of NumPy arrays.
 
         Raises:
             ValueError: if there are no batches, or no `predict_fn`.

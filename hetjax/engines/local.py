@@ -84,12 +84,12 @@ def eval_sums(objective: Objective, layout: Layout) -> RowSums:
 
 
 def row_outputs(prediction: Prediction) -> RowSums:
-    """(params, model_state, rows, ctl) -> the leaves of the rows' outputs, each [rows, ...]; nothing is summed."""
+    """(params, model_state, rows, ctl) -> the leaves of the rows' outputs, each [rows, ...], and the mask of valid rows."""
 
     def outputs(params: Tree, model_state: Tree, rows: Tree, ctl: jax.Array) -> Parts:
         rows, mask_b = valid_rows(rows, ctl)
         made = prediction(params, model_state, rows, example_keys(ctl, len(mask_b)))
-        return tuple(jnp.asarray(leaf) for leaf in jax.tree.leaves(made))
+        return (*map(jnp.asarray, jax.tree.leaves(made)), mask_b)
 
     return outputs
 
