@@ -84,7 +84,7 @@ def eval_sums(objective: Objective, layout: Layout) -> RowSums:
 
 
 def row_outputs(prediction: Prediction) -> RowSums:
-    """(params, model_state, rows, ctl) -> the leaves of the rows' outputs, each [rows, ...], and the mask of valid rows."""
+    """(params, model_state, rows, ctl) -> leaves of the rows' outputs, [rows, ...] each, and the mask of valid rows."""
 
     def outputs(params: Tree, model_state: Tree, rows: Tree, ctl: jax.Array) -> Parts:
         rows, mask_b = valid_rows(rows, ctl)
