@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hetjax.adapters.batch_norm import BatchNorm, LinenBatchNorm
-    from hetjax.adapters.contract import Example
+    from hetjax.adapters.contract import Example, Metric
     from hetjax.adapters.flax_models import FlaxModel, from_linen, from_nnx
     from hetjax.adapters.frozen import frozen
     from hetjax.data.source_blocks import make_blocks
@@ -36,6 +36,7 @@ _HOME = {
     "LiveState": "hetjax.state",
     "Looped": "hetjax.engines",
     "Masked": "hetjax.engines",
+    "Metric": "hetjax.adapters.contract",
     "NonFiniteError": "hetjax.nonfinite",
     "Progress": "hetjax.report.hooks",
     "Record": "hetjax.history",
@@ -65,6 +66,7 @@ __all__ = [
     "LiveState",
     "Looped",
     "Masked",
+    "Metric",
     "NonFiniteError",
     "Progress",
     "Record",

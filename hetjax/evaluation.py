@@ -1,21 +1,29 @@
-"""Evaluation: mean loss and metrics over batches, split among the workers like the training steps.
+"""Evaluation and prediction over batches, split among the workers like the training steps.
 
-mean = sum over all samples of value_b / sum over all samples of weight_b
+mean = sum over all samples of value_b / sum over all samples of weight_b; a prediction is the output of every sample,
+in order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
 
 from hetjax.data.batches import as_batch, sample_of
+from hetjax.devices.workers import Workers
+from hetjax.engines.clocks import LocalResult
 from hetjax.engines.session import Session
-from hetjax.pipeline import Finished, Pipeline
+from hetjax.fleet.agree import digest, gather_rows, same
+from hetjax.pipeline import Pipeline, packed_rows
 from hetjax.planning.allocation import solve
 from hetjax.planning.controllers.base import Plan
+from hetjax.reduce.base import Replicas
+from hetjax.reduce.layout import Means, Value
 from hetjax.sampling.order import Span
 
 Tree = Any
@@ -23,7 +31,7 @@ Tree = Any
 
 def mean_over(
     batches: Iterable[Any], open_pipeline: Callable[[Tree], Pipeline], limit: int, shares_W: np.ndarray
-) -> dict[str, float]:
+) -> dict[str, Value]:
     """Return the mean loss and metrics over all samples of the batches.
 
     Args:
@@ -36,8 +44,7 @@ def mean_over(
         ValueError: if there are no batches.
     """
     pipeline: Pipeline | None = None
-    position, sums = 0, {"loss": 0.0}
-    weight = 0.0
+    position, means = 0, Means()
     for each in batches:
         batch = as_batch(each, limit)
         if pipeline is None:
@@ -45,25 +52,95 @@ def mean_over(
         span = Span(0, position, position + len(batch))
         position = span.stop
         finished = pipeline.submit(batch, span, _split(pipeline.session, len(batch), shares_W))
-        weight = _add(sums, weight, finished)
+        means = means if finished is None else means.plus(finished[1])
     if pipeline is None:
         raise ValueError("There is nothing to evaluate: the batches are empty.")
-    weight = _add(sums, weight, pipeline.flush())
-    return {name: value / weight for name, value in sums.items()}
+    finished = pipeline.flush()
+    means = means if finished is None else means.plus(finished[1])
+    return {"loss": means.loss, **means.metrics}
+
+
+def outputs_over(
+    batches: Iterable[Any],
+    open_session: Callable[[Tree], Session],
+    leaves: Sequence[Any],
+    limit: int,
+    shares_W: np.ndarray,
+    seed: int,
+) -> Tree:
+    """Return the outputs of all samples of the batches, in order, as host arrays; in all processes.
+
+    Args:
+        batches: any batches that a step takes, each with at most `limit` samples.
+        open_session: makes a session for predictions, for rows like the sample it is given.
+        leaves: those of the parameters and the model state.
+        limit: maximum samples of a batch.
+        shares_W: relative share of every worker.
+        seed: the samples' random keys derive from it and from their positions.
+
+    Raises:
+        ValueError: if there are no batches.
+    """
+    session: Session | None = None
+    position, counts_SxW, made = 0, [], []
+    running: list[Future[LocalResult]] | None = None
+    try:
+        for each in batches:
+            batch = as_batch(each, limit)
+            if session is None:
+                session = open_session(sample_of(batch))
+                replicas = _placed(leaves, session.engine.workers)
+                outputs = len(jax.tree.leaves(session.outputs))
+            span = Span(0, position, position + len(batch))
+            plan, position = _split(session, len(batch), shares_W), span.stop
+            packed = packed_rows(session.engine, batch, span, plan, seed)  # while the batch before runs
+            finished = None if running is None else session.clocks.wait(running)
+            running = session.engine.start(replicas, packed)
+            counts_SxW.append(plan.counts_W)
+            made += [] if finished is None else _valid_rows(finished, outputs)
+        if session is None or running is None:
+            raise ValueError("There is nothing to predict: the batches are empty.")
+        made += _valid_rows(session.clocks.wait(running), outputs)
+    except BaseException:
+        if session is not None and running is not None:
+            wait(running, timeout=session.clocks.wait_limit)
+        raise
+    workers, shapes = session.engine.workers, jax.tree.leaves(session.outputs)
+    own = [
+        np.concatenate([chunk[i] for chunk in made] or [np.zeros((0, *x.shape), x.dtype)]) for i, x in enumerate(shapes)
+    ]
+    whole = _from_all(own, np.array(counts_SxW), workers) if workers.several_processes else own
+    return jax.tree.unflatten(jax.tree.structure(session.outputs), whole)
+
+
+def _placed(leaves: Sequence[Any], workers: Workers) -> Replicas:
+    """The parameters on the device of every local worker."""
+    here = [x if getattr(x, "is_fully_addressable", True) else x.addressable_data(0) for x in leaves]
+    leaves_w = [jax.device_put(here, workers.devices[i]) for i in workers.local]
+    return Replicas(leaves_w, [own[-1] for own in leaves_w], lambda: None)
+
+
+def _valid_rows(results: list[LocalResult], outputs: int) -> list[list[np.ndarray]]:
+    """The outputs of every microbatch as host arrays, in order, without padding."""
+    made = []
+    for result in results:
+        for i in range(0, len(result.parts), outputs + 1):
+            *parts, mask_b = (np.asarray(part)[0] for part in result.parts[i : i + outputs + 1])
+            made.append([part[: mask_b.sum()] for part in parts])
+    return made
+
+
+def _from_all(own: list[np.ndarray], counts_SxW: np.ndarray, workers: Workers) -> list[np.ndarray]:
+    """The outputs of all processes, in the order of the samples."""
+    same(plans_of_the_prediction=digest(counts_SxW))
+    process_W = np.array([device.process_index for device in workers.devices])
+    process = np.repeat(np.tile(process_W, len(counts_SxW)), counts_SxW.ravel())  # of each sample
+    rows_P = np.bincount(process, minlength=jax.process_count()).tolist()
+    order = np.argsort(np.argsort(process, kind="stable"))  # of each sample in those of process 0, then 1, ...
+    return [np.concatenate(gather_rows(array, rows_P))[order] for array in own]
 
 
 def _split(session: Session, batch: int, shares_W: np.ndarray) -> Plan:
     limits = session.engine.limits()
     free = replace(limits, minimum_W=np.zeros_like(limits.minimum_W))
     return Plan(solve(np.zeros(limits.workers), 1 / shares_W, free, batch).counts_W)
-
-
-def _add(sums: dict[str, float], weight: float, finished: Finished | None) -> float:
-    """Add a finished step to the sums and return the total weight."""
-    if finished is None:
-        return weight
-    _, report = finished
-    sums["loss"] += report.loss_sum
-    for name, value in report.metric_sums.items():
-        sums[name] = sums.get(name, 0.0) + value
-    return weight + report.weight

@@ -29,7 +29,7 @@ class Record:
         step: number of the step, from 1.
         epoch: its epoch, from 0.
         loss: mean loss over the global batch.
-        metrics: mean of each metric over the global batch.
+        metrics: mean (or sum) of each metric over the global batch: a number, or an array for one with a shape.
         counts_W: samples of each worker.
         rows_W: rows that each worker computed, padding included.
         times_W: seconds of each worker's local phase; NaN without samples, or where the step was not timed.
@@ -50,7 +50,7 @@ class Record:
     step: int
     epoch: int
     loss: float
-    metrics: dict[str, float]
+    metrics: dict[str, float | np.ndarray]
     counts_W: np.ndarray
     rows_W: np.ndarray
     times_W: np.ndarray
@@ -147,7 +147,9 @@ class Record:
             "samples": self.samples,
             "changed": self.changed,
             "reason": self.reason,
-            "metrics": self.metrics,
+            "metrics": {
+                name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in self.metrics.items()
+            },
             **({"nonfinite": list(self.nonfinite)} if self.nonfinite else {}),
             **self.more,
         }

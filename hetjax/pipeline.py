@@ -20,6 +20,7 @@ import numpy as np
 from hetjax.data.batches import HostBatch, check_rows
 from hetjax.data.prefetch import Rows
 from hetjax.devices.workers import Workers
+from hetjax.engines import Engine
 from hetjax.engines.clocks import LocalResult
 from hetjax.engines.session import Session
 from hetjax.fleet.agree import Disagreement
@@ -102,12 +103,7 @@ class Pipeline:
 
     def pack(self, batch: HostBatch, span: Span, plan: Plan) -> Any:
         """Lay this process's rows of a batch out for the engine."""
-        engine = self.session.engine
-        start, stop = own_span(engine.workers, plan, span)
-        rows = batch.rows(start - span.start, stop - span.start)
-        rows = rows if isinstance(rows, Rows) else Rows(rows, start)
-        check_rows(rows.tree, engine.program.row)
-        return engine.pack(rows, span, plan.counts_W, self.seed)
+        return packed_rows(self.session.engine, batch, span, plan, self.seed)
 
     def push(self, step: PlannedStep, packed: Any) -> Finished | None:
         """Start a step and return the previous one with its report; None where there is none."""
@@ -205,6 +201,15 @@ class Pipeline:
             )
             for i, result in zip(self.session.engine.workers.local, results, strict=True)
         ]
+
+
+def packed_rows(engine: Engine, batch: HostBatch, span: Span, plan: Plan, seed: int) -> Any:
+    """Lay this process's rows of a batch out for an engine."""
+    start, stop = own_span(engine.workers, plan, span)
+    rows = batch.rows(start - span.start, stop - span.start)
+    rows = rows if isinstance(rows, Rows) else Rows(rows, start)
+    check_rows(rows.tree, engine.program.row)
+    return engine.pack(rows, span, plan.counts_W, seed)
 
 
 def own_span(workers: Workers, plan: Plan, span: Span) -> tuple[int, int]:

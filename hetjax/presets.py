@@ -13,9 +13,11 @@ from typing import Any
 from hetjax import sync as syncs
 from hetjax.devices.workers import Workers, device_kind
 from hetjax.engines import EngineSpec, as_spec
+from hetjax.fleet.agree import digest, same
 from hetjax.planning import controllers
 from hetjax.planning.controllers.base import Controller
 from hetjax.sampling.blocks import Blocks
+from hetjax.state import State
 from hetjax.sync import Sync
 
 PARTITIONS = ("global", "proportional", "submodular")
@@ -311,6 +313,26 @@ def _is_asynchronous(sync: str | Sync | None) -> bool:
     if isinstance(sync, str):
         return sync in syncs.REGISTRY and not syncs.REGISTRY[sync].stepped
     return isinstance(sync, Sync) and not sync.stepped
+
+
+def check_alike(step: Any, state: State) -> None:
+    """Refuse processes that start from unlike states or options: they would diverge unnoticed."""
+    one_set = state.replicas == 0
+    same(
+        batch_size=step.batch_size,
+        seed=step.seed,
+        controller=[step.controller.name, None if step.sync.by_node else step.controller.state_dict()],
+        sync=[step.sync.name, step.sync.state_dict()],
+        engine=step.sessions.engine_spec.name,
+        position=[state.step, state.cursor],
+        parameters=digest(state.params) if one_set else state.replicas,
+        model_state=digest(state.model_state) if one_set else None,
+        state_of_the_optimizer=digest(state.opt_state) if one_set else None,
+        moving_average=[step.ema_decay, digest(state.ema) if one_set else None],
+        quantum=step.quantum,
+        compute_dtype=step.sessions.dtypes,
+        on_nonfinite=[step.nonfinite.policy, step.nonfinite.max_skips],
+    )
 
 
 def _name(given: Any) -> str:

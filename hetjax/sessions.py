@@ -1,4 +1,4 @@
-"""The compiled sessions of a step, one for training and one for evaluation, remade for rows of a new shape."""
+"""The compiled sessions of a step, for training, evaluation and prediction, remade for rows of a new shape."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hetjax.adapters.probe import check_model_state, probe_indices, warn_of_idle
 from hetjax.devices.workers import Workers
 from hetjax.engines import Engine, EngineSpec
 from hetjax.engines.clocks import no_hold
-from hetjax.engines.session import Session, open_session, shapes
+from hetjax.engines.session import Session, open_prediction, open_session, shapes
 from hetjax.engines.specs import PerWorker
 from hetjax.planning.controllers.base import Controller
 from hetjax.simulation.speeds import Simulation
@@ -40,6 +40,7 @@ class Sessions:
         simulation: simulated speeds of training, or None.
         wait_limit: maximum seconds to wait for a local phase.
         dtypes: compute dtypes by kind of device.
+        predict_fn: the function for predictions, or None.
     """
 
     loss_fn: Callable[..., Any]
@@ -54,12 +55,13 @@ class Sessions:
     simulation: Simulation | None
     wait_limit: float
     dtypes: Mapping[str, str]
-    _open: dict[bool, Session] = field(default_factory=dict, init=False)  # by whether it trains
+    predict_fn: Callable[..., Any] | None = None
+    _open: dict[str, Session] = field(default_factory=dict, init=False)  # by purpose
 
     @property
     def engine(self) -> Engine | None:
         """The engine that trains; None before the first session."""
-        return self._open[True].engine if True in self._open else None
+        return self._open["training"].engine if "training" in self._open else None
 
     def for_training(
         self, state: State, sample: Tree, sync: Sync, controller: Controller, capacity: PerWorker = None
@@ -70,7 +72,7 @@ class Sessions:
             ValueError: if the model state would be trained wrong, or the controller needs timings the model spoils.
         """
         shape = shapes(state, sample)
-        if (known := self._known(True, shape)) is not None:
+        if (known := self._known("training", shape)) is not None:
             return known
         self._check_model(state, sample, sync)
         simulation = self.simulation
@@ -98,15 +100,15 @@ class Sessions:
             except ValueError:
                 session.close()
                 raise
-        self._open[True] = session
+        self._open["training"] = session
         return session
 
     def for_evaluation(self, state: State, sample: Tree) -> Session:
         """Compile for evaluating rows like the sample."""
         shape = shapes(state, sample)
-        if (known := self._known(False, shape)) is not None:
+        if (known := self._known("evaluation", shape)) is not None:
             return known
-        self._open[False] = session = open_session(
+        self._open["evaluation"] = session = open_session(
             self.eval_fn,
             shape,
             self.workers,
@@ -122,17 +124,43 @@ class Sessions:
         )
         return session
 
+    def for_prediction(self, state: State, sample: Tree) -> Session:
+        """Compile for the outputs of rows like the sample.
+
+        Raises:
+            ValueError: if there is no function for predictions.
+        """
+        if self.predict_fn is None:
+            raise ValueError(
+                "There is no function for predictions: give predict_fn(params, batch, keys) to Step or Trainer, or "
+                "predict to hetjax.from_nnx or from_linen."
+            )
+        shape = shapes(state, sample)
+        if (known := self._known("prediction", shape)) is not None:
+            return known
+        self._open["prediction"] = session = open_prediction(
+            self.predict_fn,
+            shape,
+            self.workers,
+            engine=self.engine_spec,
+            wait_limit=self.wait_limit,
+            dtypes=self.dtypes,
+            batch=self.limit,
+            capacity=self.capacity,
+        )
+        return session
+
     def close(self) -> None:
         """End the threads of all sessions and drop the compiled programs."""
         for session in self._open.values():
             session.close()
         self._open.clear()
 
-    def _known(self, train: bool, shape: tuple[Tree, Tree, Tree]) -> Session | None:
+    def _known(self, purpose: str, shape: tuple[Tree, Tree, Tree]) -> Session | None:
         """Return the open session if it fits; otherwise close it before anything that may fail."""
-        known = self._open.get(train)
+        known = self._open.get(purpose)
         if known is not None and known.key != str(shape):
-            self._open.pop(train).close()
+            self._open.pop(purpose).close()
             return None
         return known
 

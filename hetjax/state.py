@@ -57,6 +57,11 @@ class State:
         return cls(params, model_state, opt_state, ema, step, cursor)
 
     @property
+    def evaluated(self) -> tuple[Tree, Tree]:
+        """The parameters to evaluate, averaged where there is a moving average, and the model state."""
+        return (self.params if self.ema is None else self.ema), self.model_state
+
+    @property
     def core(self) -> Core:
         """The arrays: params, model_state, opt_state and ema."""
         return self.params, self.model_state, self.opt_state, self.ema

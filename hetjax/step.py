@@ -19,13 +19,12 @@ from hetjax.devices import memory
 from hetjax.engines import Engine, EngineSpec
 from hetjax.engines.precision import ComputeDtype, dtypes_by_kind
 from hetjax.engines.specs import PerWorker, per_worker
-from hetjax.evaluation import mean_over
-from hetjax.fleet.agree import digest, same
+from hetjax.evaluation import mean_over, outputs_over
 from hetjax.history import Record, RunLog
 from hetjax.nonfinite import NonFiniteError, NonFinitePolicy
 from hetjax.pipeline import Finished, Pipeline, Requests
 from hetjax.planning.controllers.base import Controller, Plan
-from hetjax.reduce.layout import MANY
+from hetjax.reduce.layout import MANY, Value
 from hetjax.reduce.optimizer import check_optimizer, check_params, init_optimizer
 from hetjax.reduce.trainable import trainable
 from hetjax.reduce.transports import make_reduce
@@ -78,6 +77,8 @@ class Step:
         compute_dtype: dtype of parameters and inputs in `loss_fn`, such as 'bfloat16', or one per kind of device or
             platform: `{"Tesla T4": "float32", "default": "bfloat16"}`. Parameters, model state and sums stay float32.
         eval_fn: loss for `evaluate`, if it differs from `loss_fn` (no dropout, running averages).
+        predict_fn: `predict_fn(params, batch, keys)`, with model state `predict_fn(params, model_state, batch, keys)`,
+            returns the outputs of a batch for `predict`: a tree of arrays, one entry per example. Default: the model's.
         advance: `(model_state, state_sums) -> model_state`. Default: `hetjax.running_average(0.9)`.
         ema_decay: decay of an exponential moving average of the parameters, which is then evaluated. Default: none.
         epoch_size: samples in an epoch, for methods that act once per epoch.
@@ -110,6 +111,7 @@ class Step:
         quantum: int | None = None,
         compute_dtype: ComputeDtype = None,
         eval_fn: Callable[..., Any] | None = None,
+        predict_fn: Callable[..., Any] | None = None,
         advance: Callable[[Tree, Tree], Tree] | None = None,
         ema_decay: float | None = None,
         epoch_size: int | None = None,
@@ -122,10 +124,12 @@ class Step:
         model = loss_fn if hasattr(loss_fn, "loss_fn") else None
         if model is not None:
             loss_fn, eval_fn = model.loss_fn, eval_fn or model.eval_fn
+            predict_fn = predict_fn or getattr(model, "predict_fn", None)
         if not callable(loss_fn):
             raise TypeError(f"loss_fn must be a function of (params, batch, keys), got {type(loss_fn).__name__}.")
         check_optimizer(nnx_optimizer.transformation(optimizer))
         check_function("eval_fn", eval_fn)
+        check_function("predict_fn", predict_fn)
         check_function("advance", advance)
         if transport not in ("auto", "psum", "hub"):
             raise ValueError(f"Unknown transport {transport!r}: use 'auto', 'psum' or 'hub'.")
@@ -154,7 +158,7 @@ class Step:
             self.limit = min(self.limit, int(capacity_W.sum()))
         self.sessions = Sessions(
             loss_fn, eval_fn or loss_fn, self.advance, chosen.engine, self.workers, self.batch_size, self.limit,
-            capacity, self.quantum, self.simulation, self.wait_limit, dtypes_by_kind(compute_dtype),
+            capacity, self.quantum, self.simulation, self.wait_limit, dtypes_by_kind(compute_dtype), predict_fn,
         )  # fmt: skip
         self._pipeline: Pipeline | None = None
         self._shares_W = np.ones(len(self.workers))
@@ -227,7 +231,7 @@ class Step:
         first = 0 if self._pipeline is None else self._pipeline.next - self._first
         yield from until_shortest(loader, self.requests, lambda step: self._left[step], process_W, first)
 
-    def evaluate(self, state: AnyState, batches: Iterable[Any]) -> dict[str, float]:
+    def evaluate(self, state: AnyState, batches: Iterable[Any]) -> dict[str, Value]:
         """Compute the mean loss and metrics over all samples of the batches, split like the training steps.
 
         Args:
@@ -235,13 +239,13 @@ class Step:
             batches: as in a call, each with at most `batch_size` rows; the same number in all processes.
 
         Returns:
-            The mean of 'loss' and of every metric, by name.
+            The mean of 'loss' and the mean (or sum) of every metric, by name: numbers, and arrays for metrics with a
+            shape.
 
         Raises:
             ValueError: if there are no batches.
         """
-        answer = self.sync.answer(self.export(state))
-        core = (answer.params if answer.ema is None else answer.ema), answer.model_state
+        core = self.sync.answer(self.export(state)).evaluated
 
         def open_pipeline(sample: Tree) -> Pipeline:
             session = self.sessions.for_evaluation(State(*core, None, None), sample)
@@ -249,6 +253,23 @@ class Step:
             return Pipeline(session, reduce, placed, seed=self.seed)
 
         return mean_over(batches, open_pipeline, self.limit, self._shares_W)
+
+    def predict(self, state: AnyState, batches: Iterable[Any]) -> Tree:
+        """Compute the output of every sample with `predict_fn`, split among all workers like the training steps.
+
+        Args:
+            state: a state of this step; it stays valid.
+            batches: as in `evaluate`; they need only what `predict_fn` reads.
+
+        Returns:
+            The outputs of all samples in order, in all processes: `predict_fn`'s tree, of NumPy arrays.
+
+        Raises:
+            ValueError: if there are no batches, or no `predict_fn`.
+        """
+        core = self.sync.answer(self.export(state)).evaluated
+        open_session = lambda sample: self.sessions.for_prediction(State(*core, None, None), sample)
+        return outputs_over(batches, open_session, jax.tree.leaves(core), self.limit, self._shares_W, self.seed)
 
     def export(self, state: AnyState) -> State:
         """Return the complete state as plain arrays, as a checkpoint holds it.
@@ -296,7 +317,7 @@ class Step:
             self._pipeline.complete()
         state = checked(state)
         if self.workers.several_processes or self.sync.by_node:
-            self._check_alike(state)
+            presets.check_alike(self, state)
         session = self.sessions.for_training(state, sample, self.sync, self.controller)
         epoch_size = epoch_size or self.epoch_size
         if end is None and epoch_size is not None and self.epochs is not None:
@@ -431,22 +452,3 @@ class Step:
                 self._pipeline.abandon()
             raise
         return record
-
-    def _check_alike(self, state: State) -> None:
-        """Refuse processes that start from unlike states or options: they would diverge unnoticed."""
-        one_set = state.replicas == 0
-        same(
-            batch_size=self.batch_size,
-            seed=self.seed,
-            controller=[self.controller.name, None if self.sync.by_node else self.controller.state_dict()],
-            sync=[self.sync.name, self.sync.state_dict()],
-            engine=self.sessions.engine_spec.name,
-            position=[state.step, state.cursor],
-            parameters=digest(state.params) if one_set else state.replicas,
-            model_state=digest(state.model_state) if one_set else None,
-            state_of_the_optimizer=digest(state.opt_state) if one_set else None,
-            moving_average=[self.ema_decay, digest(state.ema) if one_set else None],
-            quantum=self.quantum,
-            compute_dtype=self.sessions.dtypes,
-            on_nonfinite=[self.nonfinite.policy, self.nonfinite.max_skips],
-        )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 
@@ -23,6 +24,7 @@ from hetjax.engines import EngineSpec
 from hetjax.fleet.agree import digest, same
 from hetjax.history import History, Hook, Recorder
 from hetjax.planning.controllers.base import Controller
+from hetjax.reduce.layout import Value
 from hetjax.sampling.blocks import Blocks
 from hetjax.sampling.order import EndlessSampler, Sampler
 from hetjax.sampling.shards import BlockSampler, ProportionalSampler
@@ -60,8 +62,8 @@ class Trainer:
         capacity: maximum samples of a worker in a step; one number, or one per worker.
         quantum: counts are multiples of it. Default: the model's (the group of BatchNorm or `batch_loss`), or 1.
         seed: the order of the samples derives from it, and with their positions their random keys.
-        **options: further options of `hetjax.Step`: transport, devices, speeds, compute_dtype, eval_fn, advance,
-            ema_decay, on_nonfinite, max_skips, wait_limit.
+        **options: further options of `hetjax.Step`: transport, devices, speeds, compute_dtype, eval_fn, predict_fn,
+            advance, ema_decay, on_nonfinite, max_skips, wait_limit.
 
     Raises:
         TypeError: if an option is unknown or of the wrong type.
@@ -282,7 +284,7 @@ class Trainer:
         """
         return self.sync.answer(state)
 
-    def evaluate(self, state: State, source: Any) -> dict[str, float]:
+    def evaluate(self, state: State, source: Any) -> dict[str, Value]:
         """Compute the mean loss and metrics over every sample, each exactly once, split like the training steps.
 
         Args:
@@ -290,21 +292,30 @@ class Trainer:
             source: as in `fit`, but not endless, or batches.
 
         Returns:
-            The mean of 'loss' and of every metric, by name.
+            The mean of 'loss' and the mean (or sum) of every metric, by name: numbers, and arrays for metrics with a
+            shape.
         """
         state = checked(state)
-        if is_stream(source):
-            return self.step.evaluate(self.answer(state), source)
-        source = as_source(source)
-        check_finite(source, "to evaluate every sample")
-        order = Sampler(len(source), self.step.limit, shuffle=False)
-        feed = Feed(source, order)
-        spans = [order.step(cursor) for cursor in range(0, len(source), order.batch)]
-        batches = (FeedBatch(feed, span, following) for span, following in zip_longest(spans, spans[1:]))
-        try:
+        with self._in_order(source, "evaluate") as batches:
             return self.step.evaluate(self.answer(state), batches)
-        finally:
-            feed.close()
+
+    def predict(self, state: State, source: Any) -> Tree:
+        """Compute the output of every sample with `predict_fn`, split among all workers; see `hetjax.Step.predict`.
+
+        Args:
+            state: as returned by `fit`.
+            source: as in `fit`, but not endless, or batches; samples need only what `predict_fn` reads.
+
+        Returns:
+            The outputs of all samples in the order of the source, in all processes: the tree that `predict_fn` returns,
+            of NumPy arrays whose first axis counts the samples.
+
+        Raises:
+            ValueError: if there is no `predict_fn`.
+        """
+        state = checked(state)
+        with self._in_order(source, "predict") as batches:
+            return self.step.predict(self.answer(state), batches)
 
     def stop(self) -> None:
         """Request the end of `fit`: all processes stop after the same step."""
@@ -368,6 +379,22 @@ class Trainer:
 
     def __exit__(self, *exception: Any) -> None:
         self.step.__exit__(*exception)
+
+    @contextmanager
+    def _in_order(self, source: Any, purpose: str) -> Iterator[Iterable[Any]]:
+        """Batches over a source in its own order, prefetched; a stream is passed on."""
+        if is_stream(source):
+            yield source
+            return
+        source = as_source(source)
+        check_finite(source, f"to {purpose} every sample")
+        order = Sampler(len(source), self.step.limit, shuffle=False)
+        feed = Feed(source, order)
+        spans = [order.step(cursor) for cursor in range(0, len(source), order.batch)]
+        try:
+            yield (FeedBatch(feed, span, following) for span, following in zip_longest(spans, spans[1:]))
+        finally:
+            feed.close()
 
     def _end(self, cursor: int, sampler: Any, length: Mapping[str, int]) -> int:
         """Return the cursor at which training ends."""

@@ -25,21 +25,53 @@ def control(count: int, *, seed: int, epoch: int, position: int) -> np.ndarray:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class Metric:
+    """A metric with a weight or a shape of its own, as a value in `Example.metrics`.
+
+        mean = sum_b sum_b[b] / sum_b weight_b[b], for each entry; NaN where the total weight is 0
+
+    Example:
+        >>> hetjax.Example(
+        ...     loss_b=token_losses.sum(-1),  # with weight_b, a mean over tokens
+        ...     weight_b=tokens_b,
+        ...     metrics={
+        ...         "token_accuracy": correct_tokens_b,  # a plain array is divided by the weights of the examples
+        ...         "sequence_accuracy": hetjax.Metric(correct_b),  # a mean over sequences
+        ...         "recall": hetjax.Metric(hits_bxc, weight_b=labels_bxc),  # one for each class
+        ...         "confusion": hetjax.Metric(pairs_bxcxc, reduce="sum"),  # counts
+        ...     },
+        ... )
+
+    Attributes:
+        sum_b: value of each example, [batch] or [batch, ...]; with weights, its weighted sum over the example.
+        weight_b: weight of each example, [batch], or [batch, ...] such that it broadcasts to the shape of `sum_b`.
+            Default: 1 for each example, whatever weight the loss has.
+        reduce: 'mean' (default), or 'sum' for the sum over all examples, which has no weight.
+    """
+
+    sum_b: jax.Array
+    weight_b: jax.Array | None = None
+    reduce: str = field(default="mean", metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class Example:
     """What a loss function returns: one value per example of the batch.
 
     Reported values and the gradient are sum_b value_b / sum_b weight_b over the global batch. So with weights (such as
-    the tokens of a sequence) `loss_b` and the metrics are weighted sums over the example.
+    the tokens of a sequence) `loss_b` and the metrics are weighted sums over the example. A `Metric` has a weight of
+    its own, or none.
 
     Attributes:
         loss_b: loss of each example, [batch].
         weight_b: weight of each example, [batch]. Default: 1 each.
-        metrics: further values by name, each [batch].
+        metrics: further values by name, each [batch] or a `Metric`.
     """
 
     loss_b: jax.Array
     weight_b: jax.Array | None = None
-    metrics: dict[str, jax.Array] = field(default_factory=dict)
+    metrics: dict[str, jax.Array | Metric] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -68,7 +100,12 @@ class Objective:
             value, state_sums = self.loss_fn(params, batch, keys_b), ()
         example = as_example(value)
         rows = len(mask_b)
-        named = {"the loss": example.loss_b, **{f"metric {name!r}": value for name, value in example.metrics.items()}}
+        named = {"the loss": example.loss_b}
+        for name, value in example.metrics.items():
+            if isinstance(value, Metric):
+                _check_metric(name, value, rows)
+            else:
+                named[f"metric {name!r}"] = value
         if example.weight_b is not None:
             named["the weight"] = example.weight_b
         for name, value in named.items():
@@ -80,12 +117,40 @@ class Objective:
                     "optax.softmax_cross_entropy_with_integer_labels(logits, labels) without .mean()."
                     if not shape
                     else "Sum or average over the other axes of each example."
+                    if not name.startswith("metric")
+                    else "Sum or average over the other axes, or return a hetjax.Metric, which may have any shape."
                 )
                 raise ValueError(
                     f"loss_fn must return one value per example: for {rows} rows {name} should have shape ({rows},), "
                     f"but it has shape {shape}. {advice}"
                 )
         return example, state_sums
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A user's function for predictions behind one signature, with or without model state.
+
+    `predict_fn(params, batch, keys)`, or with model state `predict_fn(params, model_state, batch, keys)`, returns a
+    tree of arrays with one entry per example.
+    """
+
+    predict_fn: Callable[..., Any]
+    stateful: bool = False
+
+    def __call__(self, params: Tree, model_state: Tree, batch: Tree, keys_b: jax.Array) -> Tree:
+        state = (model_state,) if self.stateful else ()
+        outputs = self.predict_fn(params, *state, batch, keys_b)
+        leaves = jax.tree.leaves(outputs)
+        if not leaves or not all(isinstance(leaf, _ARRAY) for leaf in leaves):
+            raise TypeError(f"predict_fn must return an array or a tree of arrays, but it returned {_kind(outputs)}.")
+        for shape in map(jnp.shape, leaves):
+            if shape[:1] != keys_b.shape:
+                raise ValueError(
+                    f"predict_fn must return one output per example: for {len(keys_b)} rows arrays should have shape "
+                    f"({len(keys_b)}, ...), but one has shape {shape}."
+                )
+        return outputs
 
 
 def as_example(returned: Any) -> Example:
@@ -98,6 +163,35 @@ def as_example(returned: Any) -> Example:
             "or with metrics hetjax.Example(loss, metrics={'accuracy': correct})."
         )
     return Example(returned)
+
+
+def _check_metric(name: str, metric: Metric, rows: int) -> None:
+    """Refuse a metric whose arrays do not fit the rows or each other."""
+    if metric.reduce not in ("mean", "sum"):
+        raise ValueError(f"Metric {name!r} has reduce={metric.reduce!r}: use 'mean' or 'sum'.")
+    if metric.reduce == "sum" and metric.weight_b is not None:
+        raise ValueError(f"Metric {name!r} is a sum, which has no weight: leave out weight_b, or use reduce='mean'.")
+    for what, value in (("sum_b", metric.sum_b), ("weight_b", metric.weight_b)):
+        if value is None and what == "weight_b":
+            continue
+        if not isinstance(value, _ARRAY):
+            raise TypeError(f"Metric {name!r}: {what} should be an array, not {_kind(value)}.")
+        if jnp.shape(value)[:1] != (rows,):
+            raise ValueError(
+                f"Metric {name!r}: for {rows} rows {what} should have shape ({rows}, ...), one entry per example, but "
+                f"it has shape {jnp.shape(value)}. Do not add over the batch, hetjax does."
+            )
+    if metric.weight_b is not None:
+        sum_shape, weight_shape = jnp.shape(metric.sum_b)[1:], jnp.shape(metric.weight_b)[1:]
+        try:
+            fits = np.broadcast_shapes(sum_shape, weight_shape) == sum_shape
+        except ValueError:
+            fits = False
+        if not fits:
+            raise ValueError(
+                f"Metric {name!r}: the weight of an example has shape {weight_shape}, which does not broadcast to "
+                f"{sum_shape}, the shape of its sum. Give one weight per example, or one per entry."
+            )
 
 
 def _kind(value: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -39,6 +39,7 @@ class FlaxModel:
         model_state: initial running statistics of BatchNorm; None without.
         merge: (params, model_state) -> the model with these values.
         quantum: counts are multiples of it: the group size of BatchNorm or of a batch_loss, or 1.
+        predict_fn: outputs for `Trainer.predict`; None if none were asked for.
     """
 
     loss_fn: Callable[..., Any]
@@ -47,6 +48,7 @@ class FlaxModel:
     model_state: Tree
     merge: Callable[[Tree, Tree], Any]
     quantum: int = 1
+    predict_fn: Callable[..., Any] | None = None
 
     def update(self, model: nnx.Module, state: State | LiveState, optimizer: nnx.Optimizer | None = None) -> None:
         """Write the result of training into a Flax NNX model, and its optimizer, in place.
@@ -88,6 +90,7 @@ def from_nnx(
     batch_loss: Loss | None = None,
     group: int = 16,
     wrt: Any = None,
+    predict: Callable[[Any, Any], Any] | None = None,
 ) -> FlaxModel:
     """Turn a Flax NNX model and the loss of one example into a `FlaxModel`.
 
@@ -107,8 +110,8 @@ def from_nnx(
     Args:
         model: the model; it is not changed. Batch normalization in training mode must be `hetjax.BatchNorm`.
         example_loss: `example_loss(model, example, rngs)` returns the loss of one example, a number or an `Example` of
-            numbers. In evaluation `rngs` is None and the model is in `.eval()` mode. A parameter named `train` receives
-            whether it is training: `example_loss(model, example, rngs, train)`.
+            numbers, in which a `Metric` may hold arrays. In evaluation `rngs` is None and the model is in `.eval()`
+            mode. A parameter named `train` receives whether it is training: `example_loss(model, example, rngs, train)`.
         batch_loss: instead of example_loss, for models that take a block of rows: `batch_loss(model, batch, keys)`
             returns the loss of each row. It is called on fixed groups of consecutive rows of the global batch, so that
             the result does not depend on the split. In evaluation `keys` is None. Parameters named `mask` and `train`
@@ -116,6 +119,8 @@ def from_nnx(
         group: rows of a group, for batch_loss; counts are multiples of it.
         wrt: a filter of the variables to train, such as `nnx.LoRAParam`; see `hetjax.frozen`. All other variables are
             constant: without gradient, exchange and optimizer state. Default: all of `nnx.Param`.
+        predict: `predict(model, example)` returns the output of one example for `Trainer.predict`, an array or a tree
+            of arrays; the model is in `.eval()` mode.
 
     Returns:
         Loss functions, parameters and model state.
@@ -146,11 +151,16 @@ def from_nnx(
         live = nnx.merge(eval_graph, params, stats, streams, rest, copy=True)
         return loss(live, rows, None, mask, train=False), ()
 
+    def predict_one(params: Tree, stats: Tree, example: Tree) -> Any:
+        assert predict is not None
+        return predict(nnx.merge(eval_graph, params, stats, streams, rest, copy=True), example)
+
     def merge(params: Tree, model_state: Tree) -> nnx.Module:
         stored = model_state if stateful else stats
         return nnx.merge(eval_graph, unfrozen(params), stored, streams, rest, copy=True)
 
-    return _contract(loss, train_one, eval_one, params, stats, groups, group, merge)
+    made = _contract(loss, train_one, eval_one, params, stats, groups, group, merge)
+    return made if predict is None else replace(made, predict_fn=_over_batch(predict_one, stats))
 
 
 def from_linen(
@@ -162,6 +172,7 @@ def from_linen(
     eval_module: linen.Module | None = None,
     group: int = 16,
     wrt: Any = None,
+    predict: Callable[[Any, Any], Any] | None = None,
 ) -> FlaxModel:
     """Turn a Flax Linen module and the loss of one example into a `FlaxModel`.
 
@@ -180,6 +191,8 @@ def from_linen(
         group: group size of the module's BatchNorm layers, or of batch_loss.
         wrt: which parameters to train: a function of path and parameter, or a tree of booleans like the parameters; see
             `hetjax.frozen`. Default: all.
+        predict: `predict(apply, example)` returns the output of one example for `Trainer.predict`, an array or a tree
+            of arrays; `apply(x, ...)` calls the module for evaluation.
 
     Returns:
         Loss functions, parameters and model state.
@@ -210,11 +223,17 @@ def from_linen(
         tree = {"params": params, "batch_stats": stats, **fixed}
         return loss(lambda *args, **kwargs: evaluated.apply(tree, *args, **kwargs), rows, None, mask, train=False), ()
 
+    def predict_one(params: Tree, stats: Tree, example: Tree) -> Any:
+        assert predict is not None
+        tree = {"params": params, "batch_stats": stats, **fixed}
+        return predict(lambda *args, **kwargs: evaluated.apply(tree, *args, **kwargs), example)
+
     def merge(params: Tree, model_state: Tree) -> linen.Module:
         return evaluated.bind({"params": unfrozen(params), "batch_stats": model_state or {}, **fixed})
 
     groups = [group] if jax.tree.leaves(stats) else []
-    return _contract(loss, train_one, eval_one, params, stats, groups, group, merge)
+    made = _contract(loss, train_one, eval_one, params, stats, groups, group, merge)
+    return made if predict is None else replace(made, predict_fn=_over_batch(predict_one, stats))
 
 
 def _contract(
@@ -319,6 +338,13 @@ def _fixed_stats(model: nnx.Module) -> Callable[..., bool]:
     """A filter of the variables of BatchNorm layers that use their running averages in training."""
     fixed = {path for path, module in nnx.iter_modules(model) if getattr(module, "use_running_average", False)}
     return lambda path, variable: tuple(path[:-1]) in fixed
+
+
+def _over_batch(predict_one: Callable[[Tree, Tree, Tree], Any], stats: Tree) -> Callable[..., Any]:
+    """Return the function of a batch for predictions, from that of one example."""
+    if jax.tree.leaves(stats):
+        return lambda params, state, batch, keys_b: jax.vmap(lambda one: predict_one(params, state, one))(batch)
+    return lambda params, batch, keys_b: jax.vmap(lambda one: predict_one(params, stats, one))(batch)
 
 
 def _rekeyed(streams: Tree, key: jax.Array) -> Tree:

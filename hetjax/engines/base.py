@@ -35,6 +35,7 @@ class Program:
     row: Tree  # one sample
     own_parameters: bool = False  # parameters differ between workers and have a leading axis of 1
     dtypes: Mapping[str, str] = field(default_factory=dict)  # compute dtypes by kind of device
+    keeps_rows: bool = False  # results are one output per row, which are kept instead of added
 
     def with_own_parameters(self) -> Program:
         """The program for workers that each hold their own parameters."""

@@ -2,7 +2,8 @@
 
 There is no control flow inside XLA, so convolutions run at native speed, and workers may be of different kinds. A count
 is covered by the cheapest sequence of microbatches (chunks) at measured prices; only the last chunk is padded. The sums
-of further chunks are added to those of the first in place (donated).
+of further chunks are added to those of the first in place (donated). Outputs of rows (predictions) are kept chunk by
+chunk instead.
 
 A worker that runs out of memory computes the same samples again in smaller chunks, and keeps to those from then on.
 """
@@ -10,6 +11,7 @@ A worker that runs out of memory computes the same samples again in smaller chun
 from __future__ import annotations
 
 import logging
+import operator
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -83,10 +85,14 @@ class ChunkedEngine:
         self._add: dict[jax.Device, Any] = {}
         for kind in dict.fromkeys(map(device_kind, self.devices)):
             devices = [d for d in self.devices if device_kind(d) == kind]
-            with expected():
-                sums = jax.eval_shape(program.zeros)
-                self._zeros.update(zip(devices, compile_for(program.zeros, (), devices), strict=True))
-                self._add.update(zip(devices, compile_for(_add, (sums, sums), devices, donate=(0,)), strict=True))
+            if program.keeps_rows:  # one tuple of parts after the other
+                self._zeros.update(dict.fromkeys(devices, tuple))
+                self._add.update(dict.fromkeys(devices, operator.add))
+            else:
+                with expected():
+                    sums = jax.eval_shape(program.zeros)
+                    self._zeros.update(zip(devices, compile_for(program.zeros, (), devices), strict=True))
+                    self._add.update(zip(devices, compile_for(_add, (sums, sums), devices, donate=(0,)), strict=True))
             self.ladders[kind] = Ladder(
                 _chunk_of(program.for_kinds([kind])),
                 self._arguments,

@@ -1,4 +1,4 @@
-"""A session: engine, clocks and layout compiled for rows of one shape, for training or evaluation."""
+"""A session: engine, clocks and layout compiled for rows of one shape, for training, evaluation or prediction."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from hetjax.adapters.contract import Objective
+from hetjax.adapters.contract import Objective, Prediction
 from hetjax.devices import memory
 from hetjax.devices.workers import Workers
-from hetjax.engines import Engine, EngineContext, EngineSpec, Program
-from hetjax.engines.clocks import Clocks, Hold
-from hetjax.engines.local import eval_sums, layout_of, train_sums
+from hetjax.engines import Chunked, Engine, EngineContext, EngineSpec, Program
+from hetjax.engines.clocks import Clocks, Hold, no_hold
+from hetjax.engines.local import eval_sums, layout_of, outputs_of, row_outputs, train_sums
 from hetjax.engines.precision import announce
 from hetjax.reduce.layout import Layout
 from hetjax.state import State
@@ -33,6 +33,7 @@ class Session:
     clocks: Clocks
     layout: Layout
     exact_sync: bool  # workers wait for each other inside the local phase, so their times are meaningless
+    outputs: Tree = None  # of a prediction: the shapes of one sample's outputs
 
     def close(self) -> None:
         """Stop the threads."""
@@ -81,3 +82,25 @@ def open_session(
         program = program.with_own_parameters()
     built = spec.build(EngineContext(program, workers, clocks, quantum=quantum, **options))
     return Session(str(shape), built, clocks, layout, exact_sync)
+
+
+def open_prediction(
+    predict_fn: Callable[..., Any],
+    shape: tuple[Tree, Tree, Tree],
+    workers: Workers,
+    *,
+    engine: EngineSpec,
+    wait_limit: float,
+    dtypes: Mapping[str, str],
+    **options: Any,
+) -> Session:
+    """Compile for the outputs of rows. The engine is always chunked: it runs on any devices and keeps what it made."""
+    params, model_state, row = shape
+    memory.check_batch(options["batch"], row)
+    prediction = Prediction(predict_fn, model_state is not None)
+    outputs = outputs_of(prediction, params, model_state, row)
+    program = Program(row_outputs(prediction), (), None, params, model_state, row, dtypes=dtypes, keeps_rows=True)
+    clocks = Clocks(workers, no_hold, wait_limit)
+    spec = engine if isinstance(engine, Chunked) else Chunked(engine.max_rows)
+    built = spec.build(EngineContext(program, workers, clocks, **options))
+    return Session(str(shape), built, clocks, Layout.of((), (), ()), exact_sync=False, outputs=outputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -38,6 +39,14 @@ def _rows_of_all(row: np.ndarray) -> np.ndarray:
     with expected():
         gathered = jax.jit(lambda x: x, out_shardings=replicated)(stacked)
     return np.asarray(gathered.addressable_data(0))
+
+
+def gather_rows(own: np.ndarray, rows_P: Sequence[int]) -> list[np.ndarray]:
+    """Gather arrays that differ in their number of rows, `rows_P[p]` of process p. All processes must call this."""
+    padded = np.zeros((max(rows_P), *own.shape[1:]), own.dtype)
+    padded[: len(own)] = own
+    bytes_PxN = _rows_of_all(padded.reshape(-1).view(np.uint8))
+    return [row.view(own.dtype).reshape(padded.shape)[:rows] for row, rows in zip(bytes_PxN, rows_P, strict=True)]
 
 
 def same(**values: Any) -> None:

@@ -12,9 +12,10 @@ the sum itself (1.9 million parameters on 4 fake CPU devices: 37 ms instead of 1
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,28 @@ HOST_SLOTS = SLOTS.index("nonfinite_level")  # slots before this one are written
 MANY = 2  # "two or more" batches left in a process
 
 
+@dataclass(frozen=True)
+class MetricLayout:
+    """The place of one metric: its sum, followed by its own weight if it has one.
+
+    Attributes:
+        name: Its name.
+        shape: Shape of its sum.
+        divisor: What the sum is divided by: the weight of the examples, their count, its own weight, or nothing.
+        weight_shape: Shape of its own weight, which broadcasts to `shape`.
+    """
+
+    name: str
+    shape: tuple[int, ...] = ()
+    divisor: Literal["weight", "count", "own", "nothing"] = "weight"
+    weight_shape: tuple[int, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Entries in the vector."""
+        return math.prod(self.shape) + (math.prod(self.weight_shape) if self.divisor == "own" else 0)
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepSums:
@@ -43,6 +66,7 @@ class StepSums:
     weight: jax.Array
     count: jax.Array
     metrics: dict[str, jax.Array]
+    metric_weights: dict[str, jax.Array] = field(default_factory=dict)  # of metrics with a weight of their own
 
 
 @dataclass(frozen=True)
@@ -51,14 +75,15 @@ class Layout:
 
     grads: Tree  # of ShapeDtypeStruct; () in evaluation
     state_sums: Tree
-    metrics: tuple[str, ...]
+    metrics: tuple[MetricLayout, ...]  # by name
     dtype: Any
 
     @classmethod
-    def of(cls, grads: Tree, state_sums: Tree, metrics: tuple[str, ...]) -> Layout:
+    def of(cls, grads: Tree, state_sums: Tree, metrics: Iterable[MetricLayout]) -> Layout:
         """The layout for gradients and state sums of these shapes."""
         dtypes = [leaf.dtype for leaf in jax.tree.leaves((grads, state_sums))]
-        return cls(grads, state_sums, tuple(sorted(metrics)), jnp.result_type(jnp.float32, *dtypes))
+        by_name = tuple(sorted(metrics, key=lambda metric: metric.name))
+        return cls(grads, state_sums, by_name, jnp.result_type(jnp.float32, *dtypes))
 
     @cached_property
     def _large(self) -> list[bool]:
@@ -69,7 +94,12 @@ class Layout:
         """Lengths of a worker's parts, without slots."""
         large = [math.prod(x.shape) for x, big in zip(jax.tree.leaves(self.grads), self._large, strict=True) if big]
         state = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.state_sums))
-        return (*large, self._small_grads + state + 3 + len(self.metrics))
+        return (*large, self._small_grads + state + self.values)
+
+    @cached_property
+    def values(self) -> int:
+        """Number of entries for loss, weight, count and metrics."""
+        return 3 + sum(metric.size for metric in self.metrics)
 
     @cached_property
     def _small_grads(self) -> int:
@@ -79,11 +109,15 @@ class Layout:
 
     def pack(self, sums: StepSums) -> Parts:
         """Sums as parts, without slots."""
-        scalars = [sums.loss, sums.weight, sums.count, *(sums.metrics[name] for name in self.metrics)]
+        values = [sums.loss, sums.weight, sums.count]
+        for metric in self.metrics:
+            values.append(sums.metrics[metric.name])
+            if metric.divisor == "own":
+                values.append(sums.metric_weights[metric.name])
         grads = [jnp.ravel(leaf).astype(self.dtype) for leaf in jax.tree.leaves(sums.grads)]
         large = [leaf for leaf, big in zip(grads, self._large, strict=True) if big]
         small = [leaf for leaf, big in zip(grads, self._large, strict=True) if not big]
-        rest = [jnp.ravel(leaf).astype(self.dtype) for leaf in jax.tree.leaves(sums.state_sums) + scalars]
+        rest = [jnp.ravel(leaf).astype(self.dtype) for leaf in jax.tree.leaves(sums.state_sums) + values]
         return (*large, jnp.concatenate(small + rest))
 
     def outgoing(self, parts: Parts, slots: jax.Array, worker: jax.Array | int, workers: int) -> Parts:
@@ -116,15 +150,22 @@ class Layout:
         ]
         state_sums = jax.tree.map(lambda x: read(x.shape), self.state_sums)
         loss, weight, count = (read(()) for _ in range(3))
-        return StepSums(jax.tree.unflatten(tree, grads), state_sums, loss, weight, count, self.metrics_at(rest[at:]))
+        return StepSums(jax.tree.unflatten(tree, grads), state_sums, loss, weight, count, *self.metrics_at(rest[at:]))
 
-    def metrics_at(self, values: Any) -> dict[str, Any]:
-        """Metrics by name from a vector that starts with them."""
-        return {name: values[i] for i, name in enumerate(self.metrics)}
+    def metrics_at(self, values: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Sums of metrics, and the weights of those that have their own, from a vector that starts with them."""
+        sums, weights, at = {}, {}, 0
+        for metric in self.metrics:
+            cut = at + math.prod(metric.shape)
+            sums[metric.name] = values[at:cut].reshape(metric.shape)
+            at += metric.size
+            if metric.divisor == "own":
+                weights[metric.name] = values[cut:at].reshape(metric.weight_shape)
+        return sums, weights
 
     def tail(self, parts: Parts) -> jax.Array:
         """What the host reads of a step: everything after the gradients and model state."""
-        return parts[-1][self.sizes[-1] - 3 - len(self.metrics) :]
+        return parts[-1][self.sizes[-1] - self.values :]
 
 
 def _table(tail: Any, workers: int) -> Any:
@@ -143,14 +184,51 @@ def with_bad_update(tail: jax.Array, workers: int, bad: jax.Array) -> jax.Array:
     return jnp.concatenate([tail[: -table.size], table.ravel()])
 
 
+Value = float | np.ndarray  # of a metric
+
+
 @dataclass(frozen=True)
-class StepReport:
+class Means:
+    """Sums of loss and metrics on the host, of one step or several, and their means."""
+
+    loss_sum: float = 0.0
+    weight: float = 0.0
+    metric_sums: Mapping[str, Value] = field(default_factory=dict)
+    metric_weights: Mapping[str, Value | None] = field(default_factory=dict)  # None: not divided
+
+    def plus(self, other: Means) -> Means:
+        """The sums over both."""
+        sums, weights = dict(self.metric_sums), dict(self.metric_weights)
+        for name, value in other.metric_sums.items():
+            weight = other.metric_weights[name]
+            sums[name] = sums[name] + value if name in sums else value
+            weights[name] = weight if weight is None else weights.get(name, 0.0) + weight  # type: ignore[operator]
+        return Means(self.loss_sum + other.loss_sum, self.weight + other.weight, sums, weights)
+
+    @property
+    def loss(self) -> float:
+        """Mean loss, NaN without weight."""
+        return self.loss_sum / self.weight if self.weight else math.nan
+
+    @property
+    def metrics(self) -> dict[str, Value]:
+        """Means of metrics, and the sums of those that are sums; NaN without weight."""
+        return {name: _mean(value, self.metric_weights[name]) for name, value in self.metric_sums.items()}
+
+
+def _mean(total: Value, weight: Value | None) -> Value:
+    if weight is None:
+        return total
+    if isinstance(total, float):
+        return total / weight if weight else math.nan
+    return np.divide(total, weight, out=np.full(total.shape, np.nan), where=np.not_equal(weight, 0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport(Means):
     """The host's view of a finished step, read from the tail; identical on every process."""
 
-    loss_sum: float
-    weight: float
     count: int
-    metric_sums: dict[str, float]
     times_W: np.ndarray  # seconds; 0 for a worker without samples, NaN if the step was not timed
     rows_W: np.ndarray
     checksums_W: np.ndarray
@@ -161,16 +239,6 @@ class StepReport:
     bad_update_W: np.ndarray  # workers whose sums were finite but whose update was not
 
     @property
-    def loss(self) -> float:
-        """Mean loss, NaN without weight."""
-        return self.loss_sum / self.weight if self.weight else math.nan
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Mean metrics, NaN without weight."""
-        return {name: value / self.weight if self.weight else math.nan for name, value in self.metric_sums.items()}
-
-    @property
     def left_out(self) -> bool:
         """Whether the step had no effect because a value was NaN or infinite."""
         return bool(self.nonfinite_W.any() or self.bad_update_W.any())
@@ -178,13 +246,20 @@ class StepReport:
     @classmethod
     def read(cls, layout: Layout, tail: np.ndarray, workers: int) -> StepReport:
         """Parse the tail of a step."""
-        scalars, slots = tail[: -workers * len(SLOTS)], _table(tail, workers)
+        values, slots = tail[: -workers * len(SLOTS)], _table(tail, workers)
+        sums, own = (
+            {name: float(x) if x.ndim == 0 else np.asarray(x, np.float64) for name, x in part.items()}
+            for part in layout.metrics_at(values[3:])
+        )
+        weight, count = float(values[1]), float(values[2])
+        divisors: dict[str, Value | None] = {"weight": weight, "count": count, "nothing": None}
         slot = {name: np.asarray(slots[:, i], np.float64) for i, name in enumerate(SLOTS)}
         return cls(
-            loss_sum=float(scalars[0]),
-            weight=float(scalars[1]),
-            count=round(float(scalars[2])) if math.isfinite(scalars[2]) else 0,
-            metric_sums={name: float(value) for name, value in layout.metrics_at(scalars[3:]).items()},
+            loss_sum=float(values[0]),
+            weight=weight,
+            count=round(count) if math.isfinite(count) else 0,
+            metric_sums=sums,
+            metric_weights={x.name: own[x.name] if x.divisor == "own" else divisors[x.divisor] for x in layout.metrics},
             times_W=np.where(slot["time_us"] < 0, np.nan, slot["time_us"] / 1e6),
             rows_W=slot["rows"].astype(np.int64),
             checksums_W=slot["checksum"].astype(np.int64),

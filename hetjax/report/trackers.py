@@ -62,12 +62,15 @@ def plain(value: Any) -> Any:
 
 
 def scalars(row: Row, prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the finite numbers of a row with their names: lists by worker, dicts flattened, text skipped."""
+    """Yield the finite numbers of a row with their names: lists by worker, dicts flattened, text skipped.
+
+    Metrics that are arrays are skipped too.
+    """
     for key, value in plain(row).items():
         name = f"{prefix}{key}"
         if isinstance(value, dict):
             yield from scalars(value, f"{name}/")
-        elif isinstance(value, list):
+        elif isinstance(value, list) and not prefix.endswith("metrics/"):
             yield from scalars({f"worker {worker}": item for worker, item in enumerate(value)}, f"{name}/")
         elif isinstance(value, (bool, int, float)):
             yield name, float(value)

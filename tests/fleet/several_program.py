@@ -31,6 +31,10 @@ def run(name, devices, mistake=None):
     from hetjax.planning.controllers.base import Plan
     from hetjax.reduce import transports
 
+    def outputs(params, batch, keys):
+        noise = jax.vmap(jax.random.normal)(keys)
+        return {"number": batch["number"], "sum": batch["x"] @ params["w"], "noise": noise}
+
     class Random(RandomPlans):
         planned = 0
 
@@ -53,7 +57,8 @@ def run(name, devices, mistake=None):
 
     engine = {"chunked": Chunked(rungs=[4, 16]), "masked": "masked"}.get(name, "looped")
     controller = Steady(SEED) if name == "steady" else Random(SEED)
-    trainer, source, state = trainer_for(devices, controller=controller, engine=engine, wait_limit=60)
+    options = {"controller": controller, "engine": engine, "predict_fn": outputs, "wait_limit": 60}
+    trainer, source, state = trainer_for(devices, **options)
     if mistake == "start":
         state = trainer.init({name: value + 1 for name, value in state.params.items()})
     if mistake == "optimizer":
@@ -63,9 +68,11 @@ def run(name, devices, mistake=None):
     with trainer, limit:
         state, history = trainer.fit(state, recorded, steps=STEPS + (mistake == "end"))
         tested = trainer.evaluate(state, source)
+        predicted = trainer.predict(state, source)
     return {
         "losses": history.losses,
         "tested": tested["loss"],
+        "predicted": {key: values.tolist() for key, values in predicted.items()},
         "params": {key: np.asarray(value).tolist() for key, value in state.params.items()},
         "own": history.counts[:, list(trainer.workers.local)].sum(axis=1).tolist(),
         "read": recorded.log,

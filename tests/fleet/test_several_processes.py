@@ -148,6 +148,11 @@ def test_several_processes_train_like_one(tmp_path, processes, per_process):
         for results in there:
             np.testing.assert_allclose(results[name]["losses"], alone["losses"], rtol=1e-5)
             np.testing.assert_allclose(results[name]["tested"], alone["tested"], rtol=1e-5)
+            assert results[name]["predicted"]["number"] == list(range(SAMPLES))  # of all processes, in all of them
+            for key in ("sum", "noise"):
+                np.testing.assert_allclose(
+                    results[name]["predicted"][key], alone["predicted"][key], rtol=1e-4, atol=1e-5
+                )
             assert results[name]["recompiles"] == 0
             for key, value in alone["params"].items():
                 np.testing.assert_allclose(results[name]["params"][key], value, rtol=1e-4, atol=1e-6)

@@ -121,7 +121,7 @@ class Node:
         self._run_add = compiled(adding, parts, sharded(HOST_SLOTS, np.float32))
         sizes = *layout.sizes[:-1], layout.sizes[-1] + 1  # with the level, see `_add`
         self._totals = totals = [replicated((1, size), layout.dtype) for size in sizes]
-        tail = replicated((3 + len(layout.metrics) + count * len(SLOTS),), layout.dtype)
+        tail = replicated((layout.values + count * len(SLOTS),), layout.dtype)
         self._run_apply = compiled(self._apply, core, totals, tail, donate=self.update.donate)
         scalars = (replicated((), layout.dtype),) * 3
         self._run_blend = compiled(self._blend, params, jax.tree.leaves(params), params, scalars, donate=(0,))
@@ -145,7 +145,7 @@ class Node:
         sums, rest = self.layout.unpack(tuple(totals)), totals[-1]
         moved, bad = self.update(core, sums, sums.weight, rest[-1])
         tail = with_bad_update(tail, len(self.workers), bad)
-        return jax.tree.map(lambda x: x[None], moved), rest[-4 - len(self.layout.metrics) : -1], tail
+        return jax.tree.map(lambda x: x[None], moved), rest[-1 - self.layout.values : -1], tail
 
     def _blend(self, params: Tree, mean: Leaves, sent: Tree, weights: Scalars) -> Tree:
         """Compute x <- keep x + take mean - back sent (`BlendWeights`)."""

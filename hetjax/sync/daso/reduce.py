@@ -277,7 +277,7 @@ class DasoReduce:
         """The report of the last step; requests of other nodes come with exchanges, not with its tails."""
         reports_n = self._read_reports()
         tails = [np.asarray(own.addressable_data(0)) for own in self._tails_n]
-        cut = 3 + len(self.layout.metrics)
+        cut = self.layout.values
         own = np.sum([tail[:cut] for tail in tails], axis=0)
         scalars = own if self._scalars is None else np.asarray(self._scalars.addressable_data(0))
         report = StepReport.read(
@@ -289,7 +289,13 @@ class DasoReduce:
             self._last_report = report
         elif self._last_report is not None:  # this node had no samples in the step: repeat its last loss and metrics
             last = self._last_report
-            report = replace(report, loss_sum=last.loss_sum, weight=last.weight, metric_sums=last.metric_sums)
+            report = replace(
+                report,
+                loss_sum=last.loss_sum,
+                weight=last.weight,
+                metric_sums=last.metric_sums,
+                metric_weights=last.metric_weights,
+            )
         return report
 
     # -- state --

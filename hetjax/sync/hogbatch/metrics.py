@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from hetjax.history import Record
-from hetjax.reduce.layout import Layout, StepReport
+from hetjax.reduce.layout import Layout, Means, StepReport
 from hetjax.sync.hogbatch.coordinator import AppliedUpdate, UpdateEvent
 
 
@@ -22,8 +22,9 @@ class MetricSums:
         self.busy_W = np.array(saved.get("busy", [0.0] * workers))
         self.began = now - saved.get("seconds", 0.0)
         self.staleness = Counter({int(k): n for k, n in saved.get("staleness", {}).items()})
-        self.loss, self.weight = saved.get("loss", 0.0), saved.get("weight", 0.0)
-        self.metrics = defaultdict[str, float](float, saved.get("metrics", {}))
+        weight, sums = saved.get("weight", 0.0), saved.get("metrics", {})
+        weights = saved.get("metric_weights", dict.fromkeys(sums, weight))  # older checkpoints had one for all
+        self.means = Means(saved.get("loss", 0.0), weight, _arrays(sums), _arrays(weights))
 
     def add(self, update: AppliedUpdate, report: StepReport) -> None:
         """Adds an update; a non-finite one, which was not applied, does not enter loss and metrics."""
@@ -33,9 +34,7 @@ class MetricSums:
         self.busy_W[update.worker] += update.ended - update.began
         self.staleness[update.staleness] += 1
         if not report.left_out:
-            self.loss, self.weight = self.loss + report.loss_sum, self.weight + report.weight
-            for name, value in report.metric_sums.items():
-                self.metrics[name] += value
+            self.means = self.means.plus(report)
 
     def histogram(self) -> dict[str, int]:
         """Number of updates by staleness."""
@@ -50,10 +49,19 @@ class MetricSums:
             "busy": (self.busy_W + in_flight_W).tolist(),
             "seconds": now - self.began,
             "staleness": self.histogram(),
-            "loss": self.loss,
-            "weight": self.weight,
-            "metrics": dict(self.metrics),
+            "loss": self.means.loss_sum,
+            "weight": self.means.weight,
+            "metrics": _lists(self.means.metric_sums),
+            "metric_weights": _lists(self.means.metric_weights),
         }
+
+
+def _arrays(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: np.array(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def _lists(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in values.items()}
 
 
 class UpdateMetrics:
@@ -102,12 +110,11 @@ class UpdateMetrics:
     def record(self, step: int, epoch: int, save: bool) -> Record:
         """The record of all updates since the last one."""
         current, in_flight_W = self._current, self._in_flight_W()
-        mean = lambda total: total / current.weight if current.weight else float("nan")
         record = Record(
             step=step,
             epoch=epoch,
-            loss=mean(current.loss),
-            metrics={name: mean(value) for name, value in current.metrics.items()},
+            loss=current.means.loss,
+            metrics=current.means.metrics,
             counts_W=current.counts_W,
             rows_W=current.rows_W,
             times_W=np.maximum(current.busy_W + in_flight_W, 0.0),
@@ -118,7 +125,7 @@ class UpdateMetrics:
             reason=", ".join(self._changes[-3:]),
             nonfinite=tuple(sorted(self._nonfinite)),
             bad_update=self._bad_update,
-            left_out=bool(self._nonfinite) and not current.weight,
+            left_out=bool(self._nonfinite) and not current.means.weight,
             save=save,
             more={
                 "updates": current.updates_W.tolist(),
