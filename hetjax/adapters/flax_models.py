@@ -111,7 +111,7 @@ def from_nnx(
         model: the model; it is not changed. Batch normalization in training mode must be `hetjax.BatchNorm`.
         example_loss: `example_loss(model, example, rngs)` returns the loss of one example, a number or an `Example` of
             numbers, in which a `Metric` may hold arrays. In evaluation `rngs` is None and the model is in `.eval()`
-            mode. A parameter named `train` receives whether it is training: `example_loss(model, example, rngs, train)`.
+            mode. A parameter named `train` receives the mode: `example_loss(model, example, rngs, train)`.
         batch_loss: instead of example_loss, for models that take a block of rows: `batch_loss(model, batch, keys)`
             returns the loss of each row. It is called on fixed groups of consecutive rows of the global batch, so that
             the result does not depend on the split. In evaluation `keys` is None. Parameters named `mask` and `train`
