@@ -78,7 +78,7 @@ class Step:
         compute_dtype: dtype of parameters and inputs in `loss_fn`, such as 'bfloat16', or one per kind of device or
             platform: `{"Tesla T4": "float32", "default": "bfloat16"}`. Parameters, model state and sums stay float32.
         eval_fn: loss for `evaluate`, if it differs from `loss_fn` (no dropout, running averages).
-        advance: `(model_state, state_sums) -> model_state`. Default: `hetjax.running_average(0.9)`.
+        advance: `(model_state, state_sums) -> model_state`. Default: `hetjax.running_average()`.
         ema_decay: decay of an exponential moving average of the parameters, which is then evaluated. Default: none.
         epoch_size: samples in an epoch, for methods that act once per epoch.
         epochs: number of epochs, for methods whose schedule depends on it (DASO).
