@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hetjax.adapters.batch_norm import BatchNorm, LinenBatchNorm
+    from hetjax.adapters.batch_norm_layers import convert_batch_norm
     from hetjax.adapters.contract import Example, Metric
     from hetjax.adapters.flax_models import FlaxModel, from_linen, from_nnx
     from hetjax.adapters.frozen import frozen
@@ -44,6 +45,7 @@ _HOME = {
     "State": "hetjax.state",
     "Step": "hetjax.step",
     "Trainer": "hetjax.trainer",
+    "convert_batch_norm": "hetjax.adapters.batch_norm_layers",
     "fake_devices": "hetjax.devices.fake",
     "from_linen": "hetjax.adapters.flax_models",
     "from_nnx": "hetjax.adapters.flax_models",
@@ -74,6 +76,7 @@ __all__ = [
     "State",
     "Step",
     "Trainer",
+    "convert_batch_norm",
     "fake_devices",
     "from_linen",
     "from_nnx",

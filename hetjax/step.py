@@ -79,7 +79,7 @@ class Step:
         eval_fn: loss for `evaluate`, if it differs from `loss_fn` (no dropout, running averages).
         predict_fn: `predict_fn(params, batch, keys)`, with model state `predict_fn(params, model_state, batch, keys)`,
             returns the outputs of a batch for `predict`: a tree of arrays, one entry per example. Default: the model's.
-        advance: `(model_state, state_sums) -> model_state`. Default: `hetjax.running_average(0.9)`.
+        advance: `(model_state, state_sums) -> model_state`. Default: `hetjax.running_average()`.
         ema_decay: decay of an exponential moving average of the parameters, which is then evaluated. Default: none.
         epoch_size: samples in an epoch, for methods that act once per epoch.
         epochs: number of epochs, for methods whose schedule depends on it (DASO).

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,13 +11,15 @@ import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 
-from hetjax.adapters.batch_norm import BatchNorm, over_groups
+from hetjax.adapters.batch_norm import over_groups
+from hetjax.adapters.batch_norm_layers import linen_interceptor, momenta_of, nnx_layers
 from hetjax.adapters.contract import Example, as_example
 from hetjax.adapters.frozen import frozen
 from hetjax.adapters.loss_arguments import AskedLoss, Loss, chosen_loss
 from hetjax.adapters.nnx_optimizer import own_copy, write_optimizer
 from hetjax.arguments import whole
 from hetjax.reduce.trainable import unfrozen
+from hetjax.reduce.update import StateSums
 from hetjax.state import LiveState, State
 
 Tree = Any
@@ -108,7 +110,8 @@ def from_nnx(
         >>> model = hetjax.from_nnx(network, example_loss)
 
     Args:
-        model: the model; it is not changed. Batch normalization in training mode must be `hetjax.BatchNorm`.
+        model: the model; it is not changed. Batch normalization in training mode must be `hetjax.BatchNorm`;
+            see `convert_batch_norm`.
         example_loss: `example_loss(model, example, rngs)` returns the loss of one example, a number or an `Example` of
             numbers, in which a `Metric` may hold arrays. In evaluation `rngs` is None and the model is in `.eval()`
             mode. A parameter named `train` receives the mode: `example_loss(model, example, rngs, train)`.
@@ -130,7 +133,7 @@ def from_nnx(
         ValueError: if the model contains `flax.nnx.BatchNorm` in training mode.
     """
     loss = chosen_loss(example_loss, batch_loss, with_rngs=True)
-    groups = _groups(model)
+    groups, momenta = nnx_layers(model)
     trained, evaluated = nnx.clone(model), nnx.clone(model)
     evaluated.eval()
     kept = nnx.Param if wrt is None else _all_arrays(wrt)
@@ -159,7 +162,7 @@ def from_nnx(
         stored = model_state if stateful else stats
         return nnx.merge(eval_graph, unfrozen(params), stored, streams, rest, copy=True)
 
-    made = _contract(loss, train_one, eval_one, params, stats, groups, group, merge)
+    made = _contract(loss, train_one, eval_one, params, stats, groups, group, merge, momenta)
     return made if predict is None else replace(made, predict_fn=_over_batch(predict_one, stats))
 
 
@@ -173,13 +176,15 @@ def from_linen(
     group: int = 16,
     wrt: Any = None,
     predict: Callable[[Any, Any], Any] | None = None,
+    convert_batch_norm: bool = False,
+    sync: str = "groups",
 ) -> FlaxModel:
     """Turn a Flax Linen module and the loss of one example into a `FlaxModel`.
 
     Examples are vmapped, each with its own key under 'dropout', so dropout does not depend on the split.
 
     Args:
-        module: the module for training. Batch normalization must be `hetjax.LinenBatchNorm`.
+        module: the module for training. Batch normalization must be `hetjax.LinenBatchNorm`, or converted.
         variables: what `module.init` returned.
         example_loss: `example_loss(apply, example)` returns the loss of one example, a number or an `Example` of
             numbers; `apply(x, ...)` calls the module. A parameter named `train` receives whether it is training:
@@ -188,23 +193,30 @@ def from_linen(
             `from_nnx`.
         eval_module: the module for evaluation, where modes are fixed at construction (`use_running_average=True`,
             `deterministic=True`). Default: `module`.
-        group: group size of the module's BatchNorm layers, or of batch_loss.
+        group: rows of a group, for batch_loss; counts are multiples of it. Each BatchNorm layer has a group size of its
+            own, which must divide this one; converted layers have this one.
         wrt: which parameters to train: a function of path and parameter, or a tree of booleans like the parameters; see
             `hetjax.frozen`. Default: all.
         predict: `predict(apply, example)` returns the output of one example for `Trainer.predict`, an array or a tree
             of arrays; `apply(x, ...)` calls the module for evaluation.
+        convert_batch_norm: let every `flax.linen.BatchNorm` take its statistics as `hetjax.LinenBatchNorm` does. The
+            variables are the same.
+        sync: 'groups' or 'exact' of converted layers.
 
     Returns:
         Loss functions, parameters and model state.
 
     Raises:
         TypeError: unless exactly one of example_loss and batch_loss is given.
+        ValueError: if layers are to be converted, and sync is unknown or group is below 2.
     """
     loss = chosen_loss(example_loss, batch_loss, with_rngs=False)
     params = variables["params"] if wrt is None else frozen(variables["params"], wrt=wrt)
     stats = variables.get("batch_stats", {})
     fixed = {name: values for name, values in variables.items() if name not in ("params", "batch_stats")}
     evaluated = eval_module or module
+    momenta: dict[tuple[str, ...], float] = {}  # of the layers by path, known once the module was called
+    intercept = linen_interceptor(group, sync, convert_batch_norm, momenta)
 
     def train_one(params: Tree, stats: Tree, rows: Tree, key: jax.Array, mask: jax.Array | None) -> tuple[Any, Tree]:
         seen, dropout = stats, key[0] if loss.block else key
@@ -212,27 +224,32 @@ def from_linen(
         def apply(*args: Any, **kwargs: Any) -> Any:
             nonlocal seen
             tree = {"params": params, "batch_stats": stats, **fixed}
-            with linen.intercept_methods(_refuse_batch_norm):
+            with linen.intercept_methods(intercept):
                 out, changed = module.apply(tree, *args, rngs={"dropout": dropout}, mutable=["batch_stats"], **kwargs)
             seen = changed.get("batch_stats", stats)
             return out
 
         return loss(apply, rows, key, mask, train=True), seen
 
+    def evaluating(params: Tree, stats: Tree) -> Callable[..., Any]:
+        def apply(*args: Any, **kwargs: Any) -> Any:
+            with linen.intercept_methods(intercept):
+                return evaluated.apply({"params": params, "batch_stats": stats, **fixed}, *args, **kwargs)
+
+        return apply
+
     def eval_one(params: Tree, stats: Tree, rows: Tree, key: jax.Array, mask: jax.Array | None) -> tuple[Any, Tree]:
-        tree = {"params": params, "batch_stats": stats, **fixed}
-        return loss(lambda *args, **kwargs: evaluated.apply(tree, *args, **kwargs), rows, None, mask, train=False), ()
+        return loss(evaluating(params, stats), rows, None, mask, train=False), ()
 
     def predict_one(params: Tree, stats: Tree, example: Tree) -> Any:
         assert predict is not None
-        tree = {"params": params, "batch_stats": stats, **fixed}
-        return predict(lambda *args, **kwargs: evaluated.apply(tree, *args, **kwargs), example)
+        return predict(evaluating(params, stats), example)
 
     def merge(params: Tree, model_state: Tree) -> linen.Module:
         return evaluated.bind({"params": unfrozen(params), "batch_stats": model_state or {}, **fixed})
 
     groups = [group] if jax.tree.leaves(stats) else []
-    made = _contract(loss, train_one, eval_one, params, stats, groups, group, merge)
+    made = _contract(loss, train_one, eval_one, params, stats, groups, group, merge, momenta)
     return made if predict is None else replace(made, predict_fn=_over_batch(predict_one, stats))
 
 
@@ -245,6 +262,7 @@ def _contract(
     groups: list[int],
     group: int,
     merge: Callable,
+    momenta: Mapping[tuple[Any, ...], float],
 ) -> FlaxModel:
     stateful = bool(jax.tree.leaves(stats))
     if loss.block:
@@ -269,7 +287,8 @@ def _contract(
         wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))
         total = lambda x: jnp.sum(jnp.where(mask_b.reshape(-1, *[1] * (x.ndim - 1)), wide(x), 0), axis=0)
         count = jnp.sum(mask_b, dtype=jnp.float32)
-        return as_example(losses), (jax.tree.map(total, stats_b), count)
+        sums = jax.tree.map(total, stats_b)
+        return as_example(losses), StateSums(sums, count, momenta_of(sums, momenta))
 
     def eval_fn(params: Tree, state: Tree, batch: Tree, keys_b: jax.Array, mask_b: jax.Array) -> tuple[Example, Tree]:
         one = lambda example, key: eval_one(unfrozen(params), state, example, key, None)[0]
@@ -353,33 +372,3 @@ def _rekeyed(streams: Tree, key: jax.Array) -> Tree:
     is_key = lambda leaf: jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     fresh = [jax.random.fold_in(key, i) if is_key(leaf) else jnp.zeros_like(leaf) for i, leaf in enumerate(leaves)]
     return jax.tree.unflatten(tree, fresh)
-
-
-def _groups(model: nnx.Module) -> list[int]:
-    """Return the group sizes of BatchNorm layers in training mode; refuse layers that depend on the split."""
-    groups = []
-    for path, module in nnx.iter_modules(model):
-        if getattr(module, "use_running_average", False):
-            continue
-        if isinstance(module, nnx.BatchNorm):
-            raise _batch_norm(path, "flax.nnx.BatchNorm", "hetjax.BatchNorm")
-        if isinstance(module, BatchNorm):
-            groups.append(module.group)
-    return groups
-
-
-def _refuse_batch_norm(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
-    """Intercept Linen's methods and refuse a BatchNorm, unless it only uses its running averages."""
-    layer = context.module
-    if isinstance(layer, linen.BatchNorm) and context.method_name == "__call__":
-        given = args[1] if len(args) > 1 else kwargs.get("use_running_average")
-        if not (layer.use_running_average if given is None else given):
-            raise _batch_norm(layer.path, "flax.linen.BatchNorm", "hetjax.LinenBatchNorm")
-    return call(*args, **kwargs)
-
-
-def _batch_norm(path: Iterable[Any], given: str, instead: str) -> ValueError:
-    return ValueError(
-        f"The layer {'.'.join(map(str, path))} is {given}, whose statistics depend on how the batch is split among "
-        f"workers. Use {instead} (fixed groups of the global batch), GroupNorm or LayerNorm."
-    )

@@ -22,6 +22,7 @@ from hetjax.adapters.contract import Objective, control, example_keys, valid_row
 from hetjax.adapters.sync_axis import SyncAxis
 from hetjax.devices.compile import expected
 from hetjax.reduce.trainable import unfrozen
+from hetjax.reduce.update import StateSums
 from hetjax.state import State
 
 log = logging.getLogger("hetjax")
@@ -101,7 +102,7 @@ def check_model_state(
         halves = sums_of(old, rows, half, 0), sums_of(old, swapped, half, half)
         if not axis.used:  # exact statistics of all workers never add up from parts
             _check_split(whole, *halves, 2 * half)
-        if getattr(advance, "momentum", 0):  # a running average: its sums are (like the state, count)
+        if getattr(advance, "momentum", 0) != 0:  # a running average: its sums are (like the state, count)
             _check_averages(lambda old: sums_of(old, rows, 2 * half, 0), whole, halves, old)
 
 
@@ -120,7 +121,11 @@ def _check_averages(sums_of: Callable[[Tree], Tree], whole: Tree, halves: tuple[
     """Change the whole old state, then each suspicious variable alone, as it may depend on others' old values."""
     leaves, tree = jax.tree.flatten(jax.tree.map(np.asarray, old))
     moved = [_moved(leaf, np.random.default_rng(i)) for i, leaf in enumerate(leaves)]
-    means = lambda sums: [total / max(sums[1], 1) for total in jax.tree.leaves(sums[0])]
+
+    def means(state_sums: Tree) -> list[np.ndarray]:
+        sums, count = state_sums
+        return [total / max(count, 1) for total in jax.tree.leaves(sums)]
+
     means_of = lambda leaves: means(sums_of(jax.tree.unflatten(tree, leaves)))
     before, after, one, other = means(whole), means_of(moved), means(halves[0]), means(halves[1])
     for i, name in enumerate(_names(old)):
@@ -161,7 +166,7 @@ def _moved(x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 def _names(tree: Tree) -> list[str]:
     """Return the paths of the leaves of a state, or of its state sums: a pair of a tree like the state and a count."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    if isinstance(tree, tuple):
+    if isinstance(tree, tuple | StateSums):
         paths = [path[1:] for path in paths]
     names = [jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value") for path in paths]
     return [name or "count" for name in names]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,20 +20,45 @@ Tree = Any
 Finish = Callable[[Any, Any], Any]  # (trained core, sums of the step) -> trained core
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["sums", "count"], meta_fields=["momenta"])
+@dataclass(frozen=True)
+class StateSums:
+    """State sums of a step, with the momentum that each variable asks for.
+
+    Momenta are part of the tree's structure and not data, so they are known where the update is compiled.
+
+    Attributes:
+        sums: a tree like the model state.
+        count: samples in the sums.
+        momenta: for each leaf of the state its own momentum, or None for that of the running average.
+    """
+
+    sums: Tree
+    count: jax.Array
+    momenta: tuple[float | None, ...]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.sums, self.count))
+
+
 @dataclass(frozen=True)
 class RunningAverage:
     """Updates model state by a running average over steps; see `running_average`."""
 
-    momentum: float = 0.9
+    momentum: float | None = None
 
     def __call__(self, model_state: Tree, state_sums: Tree) -> Tree:
         sums, count = state_sums
         safe = jnp.maximum(count, 1)
-        blend = lambda old, total: (self.momentum * old + (1 - self.momentum) * total / safe).astype(old.dtype)
-        return jax.tree.map(blend, model_state, sums)
+        own = state_sums.momenta if isinstance(state_sums, StateSums) and self.momentum is None else ()
+        default = 0.9 if self.momentum is None else self.momentum
+        leaves, tree = jax.tree.flatten(model_state)
+        momenta = [default if momentum is None else momentum for momentum in own] or [default] * len(leaves)
+        blend = lambda old, total, momentum: (momentum * old + (1 - momentum) * total / safe).astype(old.dtype)
+        return jax.tree.map(blend, model_state, sums, jax.tree.unflatten(tree, momenta))
 
 
-def running_average(momentum: float = 0.9) -> RunningAverage:
+def running_average(momentum: float | None = None) -> RunningAverage:
     """Return an `advance` for `Step` and `Trainer` that averages the model state over the steps.
 
         state <- momentum * state + (1 - momentum) * sums / count
@@ -40,7 +66,8 @@ def running_average(momentum: float = 0.9) -> RunningAverage:
     `sums` (a tree like the state) and `count` are the state sums of a step, totaled over all workers.
 
     Args:
-        momentum: share of the old state that is kept. 0 takes the new value as it is.
+        momentum: share of the old state that is kept, for all of the state; 0 takes the new value as it is. Default:
+            each BatchNorm layer's own, and 0.9 for everything else.
 
     Returns:
         A function (model_state, (sums, count)) -> model_state.

@@ -18,7 +18,7 @@ from hetjax.data import RowSource, load
 from hetjax.data.source import Description
 from hetjax.devices import memory
 from hetjax.zoo.images import CNN, MLP, ResNet
-from hetjax.zoo.layers import shift
+from hetjax.zoo.layers import ComputeDtype, shift
 from hetjax.zoo.transformer import Transformer
 
 
@@ -110,7 +110,7 @@ def make_task(
     if norm is not None:
         if norm not in ("batch", "group"):
             raise ValueError(f"There is no norm {norm!r}: choose 'batch' or 'group'.")
-        options["norm"] = BatchNorm if norm == "batch" else "group"
+        options["norm"] = _batch_norm if norm == "batch" else "group"
     whole("seed", seed, 0, MOST_SEED)
     build = lambda: make_model(model, train.description, nnx.Rngs(seed), **options)
     _check_fits(model, nnx.eval_shape(build), train.description.classes)
@@ -122,6 +122,11 @@ def make_task(
     if train.description.vocab is not None:
         return Task(train, test, from_nnx(network, _text_loss))
     return Task(train, test, from_nnx(network, _shifted_image_loss if augment == "shift" else _image_loss))
+
+
+def _batch_norm(features: int, *, dtype: ComputeDtype, rngs: nnx.Rngs) -> BatchNorm:
+    """BatchNorm with the short memory that runs of a few hundred steps need. Takes no keys from `rngs`."""
+    return BatchNorm(features, momentum=0.9, dtype=dtype)
 
 
 def _check_fits(name: str, shapes: nnx.Module, classes: int | None) -> None:
