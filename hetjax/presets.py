@@ -190,6 +190,16 @@ def check_stepped(sync: Sync) -> None:
         )
 
 
+def check_bucketed(sync: Sync, partition: str) -> None:
+    """Refuse what divides samples by number alone, for samples of unequal length."""
+    if not sync.stepped or sync.name == "daso" or partition != "global":
+        raise ValueError(
+            f"The sync {sync.name!r} with partition {partition!r} divides samples by their number, but those of a "
+            "hetjax.Bucketed source are of unequal length. Use partition 'global' and the sync 'allreduce' or "
+            "'decentralized', or pad all samples to one length."
+        )
+
+
 def check_not_by_node(sync: Sync) -> None:
     """Refuse a call of `Step` with a sync that divides every step between nodes."""
     if sync.by_node:

@@ -15,6 +15,7 @@ from hetjax import sync as syncs
 from hetjax.adapters.probe import probe_indices
 from hetjax.arguments import MOST_SAMPLES, MOST_SEED, check_batch_size, check_hooks, whole
 from hetjax.data.batches import FeedBatch, is_stream
+from hetjax.data.bucketed import Bucketed
 from hetjax.data.memory import as_source
 from hetjax.data.prefetch import Feed, Rows
 from hetjax.data.source import Source, check_finite, fetch, is_endless
@@ -24,6 +25,7 @@ from hetjax.fleet.agree import digest, same
 from hetjax.history import History, Hook, Recorder
 from hetjax.planning.controllers.base import Controller
 from hetjax.sampling.blocks import Blocks
+from hetjax.sampling.buckets import BucketSampler
 from hetjax.sampling.order import EndlessSampler, Sampler
 from hetjax.sampling.shards import BlockSampler, ProportionalSampler
 from hetjax.simulation.calibration import calibrate
@@ -204,15 +206,17 @@ class Trainer:
         end = self._end(state.cursor, order, length)
         if self.workers.several_processes or self.sync.by_node:
             blocks = None if self.blocks is None else digest(self.blocks.owner_D)
-            same(partition=[self.partition, blocks], number_of_samples=len(source), end_of_training=end)
+            lengths = order.checksum if isinstance(order, BucketSampler) else None
+            same(partition=[self.partition, blocks, lengths], number_of_samples=len(source), end_of_training=end)
         steps = length.get("steps")
         until = end if steps is None else order.end_of(state.cursor, steps)
         probed = state.model_state is not None
-        sample = fetch(source, probe_indices(order.size, self.step.quantum) if probed else np.zeros(1, np.int64))
+        choose = lambda size: probe_indices(size, self.step.quantum) if probed else np.zeros(1, np.int64)
+        samples = source.samples(choose) if isinstance(source, Bucketed) else [fetch(source, choose(order.size))]
 
         def by_steps(state: State) -> tuple[State, History]:
             state, history = loops.over_source(
-                self.step, state, source, sample, sampler, end=end, until=until, steps=steps, hooks=hooks,
+                self.step, state, source, samples, sampler, end=end, until=until, steps=steps, hooks=hooks,
                 epoch_size=None if endless else len(source),
             )  # fmt: skip
             self._order = sampler.state_dict(state.cursor) if self.partition != "global" else None
@@ -227,15 +231,15 @@ class Trainer:
             self.step.wait_limit,
             by_steps=by_steps,
             open_session=lambda state: self.step.sessions.for_training(
-                state, sample, self.sync, self.controller, self._capacity
-            ),
+                state, samples, self.sync, self.controller, self._capacity
+            )[0],
             rule=self.step.rule,
             record=lambda history: Recorder(history, hooks, self.simulation),
             stopping=lambda: self.step.requests.stop,
             saving=self.step.requests.take_save,
             check=self.step.nonfinite.check,
             calibrate=lambda session, replicas: calibrate(
-                self.simulation, session, replicas, Rows(sample, 0), self.batch_size, self.seed
+                self.simulation, session, replicas, Rows(samples[0], 0), self.batch_size, self.seed
             ),
         )
         try:
@@ -297,12 +301,16 @@ class Trainer:
             return self.step.evaluate(self.answer(state), source)
         source = as_source(source)
         check_finite(source, "to evaluate every sample")
-        order = Sampler(len(source), self.step.limit, shuffle=False)
-        feed = Feed(source, order)
-        spans = [order.step(cursor) for cursor in range(0, len(source), order.batch)]
+        size, one = self.step.limit, lambda size: np.zeros(1, np.int64)
+        bucketed = isinstance(source, Bucketed)
+        order: Any = source.sampler(size, shuffle=False) if bucketed else Sampler(len(source), size, shuffle=False)
+        feed, samples = Feed(source, order), source.samples(one) if bucketed else ()
+        spans = [order.step(0)]
+        while spans[-1].stop < len(source):
+            spans.append(order.step(spans[-1].stop))
         batches = (FeedBatch(feed, span, following) for span, following in zip_longest(spans, spans[1:]))
         try:
-            return self.step.evaluate(self.answer(state), batches)
+            return self.step.evaluate(self.answer(state), batches, samples=samples)
         finally:
             feed.close()
 
@@ -388,6 +396,9 @@ class Trainer:
         samples = len(source)
         listed = isinstance(source, list) and samples > 0 and is_array(source[0])
         check_batch_size(self.batch_size, samples, " or a tuple of arrays instead of a list of samples" * listed)
+        if isinstance(source, Bucketed):
+            presets.check_bucketed(self.sync, self.partition)
+            return source.sampler(self.batch_size, self.seed)
         if self.blocks is None:
             kind = {"global": Sampler, "proportional": ProportionalSampler}[self.partition]
             return kind(samples, self.batch_size, self.seed)
