@@ -172,9 +172,10 @@ class Trainer:
             state: from `init`, an earlier `fit` or a checkpoint; it stays valid.
             source: arrays with one row per sample, as a dict, a tuple such as `(x, y)` or a named tuple, possibly
                 nested; or anything with `__len__` and `__getitem__`, such as a list of samples or a dataset of Grain,
-                Hugging Face or PyTorch. Every sample is seen exactly once per epoch, also across a resume. An endless
-                one (`.repeat()`) is read in its own order, with `steps`. Or an iterable of batches, with `steps`: its
-                order, and where a resumed run continues, are up to it.
+                Hugging Face or PyTorch. Every sample is seen exactly once per epoch, also across a resume. For
+                sequences of unequal length, a `hetjax.Bucketed` of one of these. An endless source (`.repeat()`) is
+                read in its own order, with `steps`. Or an iterable of batches, with `steps`: its order, and where a
+                resumed run continues, are up to it.
             epochs: number of epochs; give exactly one of epochs, steps and stop_at.
             steps: number of steps; for a stream the maximum, None for all of it.
             stop_at: cursor at which to end.

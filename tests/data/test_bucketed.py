@@ -1,5 +1,7 @@
 """Samples of unequal length: padded to their bucket, with the values and the mask that were asked for."""
 
+from collections import namedtuple
+
 import numpy as np
 import pytest
 
@@ -52,6 +54,15 @@ def test_tuples_and_arrays_with_further_axes():
     assert features.shape == (1, 4, 2)
     assert (features[0, 1:] == 0.5).all()
     assert fixed.shape == (1, 3)
+
+
+def test_lists_of_numbers_and_named_tuples():
+    kind = namedtuple("kind", "tokens label")
+    source = Bucketed([kind([7] * size, size) for size in SIZES], (4, 8), pad={"tokens": 0})
+    batch = source.rows(np.array([0, 2]))
+    assert isinstance(batch, kind)
+    np.testing.assert_array_equal(batch.tokens, [[7, 7, 7, 0], [7, 0, 0, 0]])
+    np.testing.assert_array_equal(batch.label, [3, 1])
 
 
 def test_a_number_of_tokens_limits_the_samples_of_a_step():
