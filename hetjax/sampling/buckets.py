@@ -60,7 +60,7 @@ class BucketSampler:
             for at in range(0, len(taken), batch):
                 part = taken[at : at + batch]
                 steps.append((int(part[-1]) if len(part) == batch else self.size + bucket, bucket, index_N[part]))
-        steps.sort(key=lambda step: step[0])
+        steps = sorted(steps, key=lambda step: step[0])
         stop_S = np.cumsum([len(samples) for _, _, samples in steps])
         return _Epoch(
             np.concatenate([samples for _, _, samples in steps]),

@@ -15,7 +15,7 @@ import bench_lengths
 def test_the_lengths_are_log_uniform():
     sizes = [len(sample["tokens"]) for sample in bench_lengths.sequences(2000)]
     assert min(sizes) == 8
-    assert max(sizes) == 512
+    assert 500 < max(sizes) <= 512
     assert sum(size < 64 for size in sizes) == pytest.approx(1000, abs=70)  # sqrt(8 x 512)
 
 
