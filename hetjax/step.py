@@ -283,15 +283,9 @@ class Step:
     # -- for loops with a sampler, and for measurements --
 
     def open(
-        self,
-        state: State,
-        sample: Tree,
-        *,
-        further: Sequence[Tree] = (),
-        batches: Sequence[int] | None = None,
-        epoch_size: int | None = None,
-        end: int | None = None,
-    ) -> LiveState:
+        self, state: State, sample: Tree, *, further: Sequence[Tree] = (), batches: Sequence[int] | None = None,
+        epoch_size: int | None = None, end: int | None = None,
+    ) -> LiveState:  # fmt: skip
         """Compile for rows like the sample and place the state on the devices. The first call does this by itself.
 
         For sequences of several lengths, call it with a sample of each; a batch then has rows of one of these shapes.
@@ -445,14 +439,9 @@ class Step:
     def _check_alike(self, state: State) -> None:
         """Refuse processes that start from unlike states or options: they would diverge unnoticed."""
         same_start(
-            state,
-            batch_size=self.batch_size,
-            seed=self.seed,
+            state, batch_size=self.batch_size, seed=self.seed,
             controller=[self.controller.name, None if self.sync.by_node else self.controller.state_dict()],
-            sync=[self.sync.name, self.sync.state_dict()],
-            engine=self.sessions.engine_spec.name,
-            decay_of_the_moving_average=self.ema_decay,
-            quantum=self.quantum,
-            compute_dtype=self.sessions.dtypes,
+            sync=[self.sync.name, self.sync.state_dict()], engine=self.sessions.engine_spec.name,
+            decay_of_the_moving_average=self.ema_decay, quantum=self.quantum, compute_dtype=self.sessions.dtypes,
             on_nonfinite=[self.nonfinite.policy, self.nonfinite.max_skips],
-        )
+        )  # fmt: skip
