@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from hetjax.adapters.contract import Example, Metric
     from hetjax.adapters.flax_models import FlaxModel, from_linen, from_nnx
     from hetjax.adapters.frozen import frozen
+    from hetjax.data.bucketed import Bucketed
     from hetjax.data.source_blocks import make_blocks
     from hetjax.devices.fake import fake_devices
     from hetjax.engines import Auto, Chunked, Looped, Masked
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _HOME = {
     "Auto": "hetjax.engines",
     "BatchNorm": "hetjax.adapters.batch_norm",
+    "Bucketed": "hetjax.data.bucketed",
     "Chunked": "hetjax.engines",
     "Example": "hetjax.adapters.contract",
     "FlaxModel": "hetjax.adapters.flax_models",
@@ -60,6 +62,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Auto",
     "BatchNorm",
+    "Bucketed",
     "Chunked",
     "Example",
     "FlaxModel",

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from hetjax.data.batches import as_batch, sample_of
+from hetjax.data.batches import HostBatch, as_batch, sample_of
 from hetjax.devices.workers import Workers
 from hetjax.engines.clocks import LocalResult
 from hetjax.engines.session import Session
@@ -30,13 +30,13 @@ Tree = Any
 
 
 def mean_over(
-    batches: Iterable[Any], open_pipeline: Callable[[Tree], Pipeline], limit: int, shares_W: np.ndarray
+    batches: Iterable[Any], open_pipeline: Callable[[HostBatch], Pipeline], limit: int, shares_W: np.ndarray
 ) -> dict[str, Value]:
     """Return the mean loss and metrics over all samples of the batches.
 
     Args:
         batches: any batches that a step takes, each with at most `limit` samples.
-        open_pipeline: makes a pipeline whose update changes nothing, for rows like the sample it is given.
+        open_pipeline: makes a pipeline whose update changes nothing, for rows like those of the batch it is given.
         limit: maximum samples of a batch.
         shares_W: relative share of every worker.
 
@@ -48,10 +48,10 @@ def mean_over(
     for each in batches:
         batch = as_batch(each, limit)
         if pipeline is None:
-            pipeline = open_pipeline(sample_of(batch))
-        span = Span(0, position, position + len(batch))
+            pipeline = open_pipeline(batch)
+        span = Span(0, position, position + len(batch), bucket=pipeline.bucket_of(batch))
         position = span.stop
-        finished = pipeline.submit(batch, span, _split(pipeline.session, len(batch), shares_W))
+        finished = pipeline.submit(batch, span, _split(pipeline.sessions[span.bucket], len(batch), shares_W))
         means = means if finished is None else means.plus(finished[1])
     if pipeline is None:
         raise ValueError("There is nothing to evaluate: the batches are empty.")

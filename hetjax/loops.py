@@ -23,7 +23,7 @@ def over_source(
     step: Step,
     state: State,
     source: Source,
-    sample: Tree,
+    samples: Sequence[Tree],
     sampler: Any,
     *,
     end: int,
@@ -38,7 +38,7 @@ def over_source(
         step: the step.
         state: where to start.
         source: the samples.
-        sample: rows to compile for.
+        samples: rows to compile for, of each bucket.
         sampler: their order, and the span and plan of every step.
         end: cursor at which training ends; an upper bound if `steps` is given.
         until: the cursor that training will reach, for schedules that depend on it.
@@ -47,7 +47,8 @@ def over_source(
         epoch_size: samples in an epoch; None without epochs.
     """
     first = state.step
-    live = step.open(state, sample, epoch_size=epoch_size, end=until)
+    batches = getattr(sampler, "batch_K", None)
+    live = step.open(state, samples[0], further=samples[1:], batches=batches, epoch_size=epoch_size, end=until)
     last = first + (steps or sampler.steps_between(state.cursor, end))
     feed = Feed(source, sampler)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from hetjax.data.batches import HostBatch, check_rows
+from hetjax.data.batches import FeedBatch, HostBatch, check_rows, matching, sample_of
 from hetjax.data.prefetch import Rows
 from hetjax.devices.workers import Workers
 from hetjax.engines import Engine
@@ -59,10 +59,10 @@ class _Running:
 
 
 class Pipeline:
-    """Runs the steps of one session, starting from one state.
+    """Runs the steps of one session, starting from one state; or of several, for rows of several shapes.
 
     Args:
-        session: engine, clocks and layout.
+        sessions: engine, clocks and layout for each bucket of rows; all layouts are alike.
         reduce: sums and updates.
         core: what the devices hold at the start, in buffers owned by the pipeline.
         seed: source of the samples' random keys, with their positions.
@@ -74,7 +74,7 @@ class Pipeline:
 
     def __init__(
         self,
-        session: Session,
+        sessions: Sequence[Session],
         reduce: Reduce,
         core: Any,
         *,
@@ -84,16 +84,17 @@ class Pipeline:
         simulation: Simulation | None = None,
         learn: Callable[[Observation], None] | None = None,
     ):
-        self.session, self.reduce, self.core, self.seed, self.made = session, reduce, core, seed, made
+        self.sessions, self.reduce, self.core, self.seed, self.made = sessions, reduce, core, seed, made
         self.requests, self.simulation, self.learn = requests or Requests(), simulation, learn
         self.replicas = reduce.replicas(core, None)
-        self._cold = simulation is None  # caches and allocators of real devices warm up in the first step
+        # Caches and allocators of real devices warm up in the first step.
+        self._cold = set(range(len(sessions))) if simulation is None else set()
         self._running: _Running | None = None
         self._summed: tuple[PlannedStep, Any] | None = None
 
     def submit(self, batch: HostBatch, span: Span, plan: Plan) -> Finished | None:
         """Pack this process's rows of a batch and push their step. A failed push abandons the running step."""
-        engine = self.session.engine
+        engine = self.sessions[span.bucket].engine
         work_W, packed = engine.limits().work(plan.counts_W), self.pack(batch, span, plan)
         try:
             return self.push(PlannedStep(self.next, span, plan, work_W), packed)
@@ -103,16 +104,18 @@ class Pipeline:
 
     def pack(self, batch: HostBatch, span: Span, plan: Plan) -> Any:
         """Lay this process's rows of a batch out for the engine."""
-        return packed_rows(self.session.engine, batch, span, plan, self.seed)
+        return packed_rows(self.sessions[span.bucket].engine, batch, span, plan, self.seed)
 
     def push(self, step: PlannedStep, packed: Any) -> Finished | None:
         """Start a step and return the previous one with its report; None where there is none."""
         self.complete()
-        engine = self.session.engine
+        bucket = step.span.bucket
+        engine = self.sessions[bucket].engine
         if self.learn is not None:
-            engine.grow(step.plan.counts_W)
-        timed = not (engine.compiling or self._cold or self.session.exact_sync)
-        self._cold = False
+            for session in self.sessions:
+                session.engine.grow(step.plan.counts_W if session.engine is engine else None)
+        timed = not (self._compiling or bucket in self._cold or self.session.exact_sync)
+        self._cold.discard(bucket)
         if self.simulation is not None:
             self.simulation.step = step.number
         self._running = _Running(step, engine.start(self.replicas, packed), timed, self.requests.left)
@@ -123,7 +126,7 @@ class Pipeline:
         if self._running is None:
             return
         running, self._running = self._running, None
-        results = self.session.clocks.wait(running.futures)
+        results = self.sessions[running.step.span.bucket].clocks.wait(running.futures)
         parts_w, slots_w = [result.parts for result in results], self._slots(running, results)
         self.core, tail = self.reduce(self.core, parts_w, slots_w, running.step)
         self.replicas = self.reduce.replicas(self.core, tail)
@@ -152,6 +155,23 @@ class Pipeline:
         return self.reduce.state(self.core, step, cursor)
 
     @property
+    def session(self) -> Session:
+        """The session of the longest rows."""
+        return self.sessions[0]
+
+    @property
+    def _compiling(self) -> bool:
+        return any(session.engine.compiling for session in self.sessions)
+
+    def bucket_of(self, batch: HostBatch) -> int:
+        """The bucket of a batch, by the shape of its rows; one that fits none is refused when it is packed."""
+        if isinstance(batch, FeedBatch):
+            return batch.span.bucket
+        if len(self.sessions) == 1:
+            return 0
+        return matching(sample_of(batch), [session.engine.program.row for session in self.sessions])
+
+    @property
     def next(self) -> int:
         """Number of the next step, counted from 0."""
         return self.made + (self._running is not None)
@@ -164,10 +184,18 @@ class Pipeline:
                 f"the last call returned (after step {self.next})."
             )
 
-    def phases(self, packed: Any) -> list[LocalResult]:
-        """Run the local phases alone, without a sum, for measurements. The running step is completed first."""
-        self.complete()
-        return self.session.clocks.wait(self.session.engine.start(self.replicas, packed))
+    def phases(self, batch: HostBatch, plan: Plan) -> Callable[[], list[LocalResult]]:
+        """Prepare local phases alone, without a sum, for measurements. Running them completes the running step."""
+        session = self.sessions[bucket := self.bucket_of(batch)]
+        span = Span(0, 0, int(plan.counts_W.sum()), bucket=bucket)
+        session.engine.limits().check_counts(plan.counts_W, span.batch, "The caller")
+        packed = self.pack(batch, span, plan)
+
+        def run() -> list[LocalResult]:
+            self.complete()
+            return session.clocks.wait(session.engine.start(self.replicas, packed))
+
+        return run
 
     def _finished(self) -> Finished | None:
         """Read the last report and learn from its timings."""
@@ -188,7 +216,7 @@ class Pipeline:
         return step, report
 
     def _slots(self, running: _Running, results: Sequence[LocalResult]) -> list[list[float]]:
-        plan, timed = running.step.plan, running.timed and not self.session.engine.compiling
+        plan, timed = running.step.plan, running.timed and not self._compiling
         stop, save = self.requests.stop, self.requests.take_save()
         return [
             own_slots(

@@ -13,7 +13,7 @@ from typing import Any
 from hetjax import sync as syncs
 from hetjax.devices.workers import Workers, device_kind
 from hetjax.engines import EngineSpec, as_spec
-from hetjax.fleet.agree import digest, same
+from hetjax.fleet.agree import same_start
 from hetjax.planning import controllers
 from hetjax.planning.controllers.base import Controller
 from hetjax.sampling.blocks import Blocks
@@ -192,6 +192,16 @@ def check_stepped(sync: Sync) -> None:
         )
 
 
+def check_bucketed(sync: Sync, partition: str) -> None:
+    """Refuse what divides samples by number alone, for samples of unequal length."""
+    if not sync.stepped or sync.name == "daso" or partition != "global":
+        raise ValueError(
+            f"The sync {sync.name!r} with partition {partition!r} divides samples by their number, but those of a "
+            "hetjax.Bucketed source are of unequal length. Use partition 'global' and the sync 'allreduce' or "
+            "'decentralized', or pad all samples to one length."
+        )
+
+
 def check_not_by_node(sync: Sync) -> None:
     """Refuse a call of `Step` with a sync that divides every step between nodes."""
     if sync.by_node:
@@ -317,18 +327,14 @@ def _is_asynchronous(sync: str | Sync | None) -> bool:
 
 def check_alike(step: Any, state: State) -> None:
     """Refuse processes that start from unlike states or options: they would diverge unnoticed."""
-    one_set = state.replicas == 0
-    same(
+    same_start(
+        state,
         batch_size=step.batch_size,
         seed=step.seed,
         controller=[step.controller.name, None if step.sync.by_node else step.controller.state_dict()],
         sync=[step.sync.name, step.sync.state_dict()],
         engine=step.sessions.engine_spec.name,
-        position=[state.step, state.cursor],
-        parameters=digest(state.params) if one_set else state.replicas,
-        model_state=digest(state.model_state) if one_set else None,
-        state_of_the_optimizer=digest(state.opt_state) if one_set else None,
-        moving_average=[step.ema_decay, digest(state.ema) if one_set else None],
+        decay_of_the_moving_average=step.ema_decay,
         quantum=step.quantum,
         compute_dtype=step.sessions.dtypes,
         on_nonfinite=[step.nonfinite.policy, step.nonfinite.max_skips],

@@ -1,18 +1,20 @@
-"""The compiled sessions of a step, for training, evaluation and prediction, remade for rows of a new shape."""
+"""The compiled sessions of a step, for training, evaluation and prediction: one per shape of rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
 
 from hetjax import presets
 from hetjax.adapters.probe import check_model_state, probe_indices, warn_of_idle_workers
+from hetjax.data.batches import is_like
 from hetjax.devices.workers import Workers
 from hetjax.engines import Engine, EngineSpec
-from hetjax.engines.clocks import no_hold
+from hetjax.engines.clocks import Hold, no_hold
 from hetjax.engines.session import Session, open_prediction, open_session, shapes
 from hetjax.engines.specs import PerWorker
 from hetjax.planning.controllers.base import Controller
@@ -25,7 +27,7 @@ Tree = Any
 
 @dataclass
 class Sessions:
-    """Opens sessions and keeps them: rows of the same shape compile nothing again.
+    """Opens sessions and keeps them: rows of the same shapes compile nothing again.
 
     Args:
         loss_fn: the loss for training.
@@ -56,33 +58,79 @@ class Sessions:
     wait_limit: float
     dtypes: Mapping[str, str]
     predict_fn: Callable[..., Any] | None = None
-    _open: dict[str, Session] = field(default_factory=dict, init=False)  # by purpose
+    _training: dict[str, Session] = field(default_factory=dict, init=False)  # by shape and batch
+    _evaluation: dict[str, Session] = field(default_factory=dict, init=False)
+    _prediction: dict[str, Session] = field(default_factory=dict, init=False)
+    _share: dict[str, float] = field(default_factory=dict, init=False)  # size of a training row, relative to the first
 
     @property
     def engine(self) -> Engine | None:
-        """The engine that trains; None before the first session."""
-        return self._open["training"].engine if "training" in self._open else None
+        """The engine that trains, on the longest rows if there are several; None before the first session."""
+        return next((session.engine for session in self._training.values()), None)
+
+    def share(self, bucket: int) -> float:
+        """Size of a row of a bucket that is trained on, relative to the longest."""
+        return list(self._share.values())[bucket] if self._share else 1.0
+
+    def like(self, sample: Tree) -> list[Tree]:
+        """Return the shapes trained on, if the sample has one of several; otherwise the sample."""
+        programs = [session.engine.program for session in self._training.values()]
+        known = len(programs) > 1 and any(is_like(sample, program.row) for program in programs)
+        return [program.block(1) for program in programs] if known else [sample]
 
     def for_training(
-        self, state: State, sample: Tree, sync: Sync, controller: Controller, capacity: PerWorker = None
-    ) -> Session:
-        """Compile for training on rows like the sample, after a trial of the model state.
+        self,
+        state: State,
+        samples: Sequence[Tree],
+        sync: Sync,
+        controller: Controller,
+        capacity: PerWorker = None,
+        batches: Sequence[int] | None = None,
+    ) -> list[Session]:
+        """Compile for training on rows like the samples, after a trial of the model state.
+
+        Args:
+            state: parameters and model state.
+            samples: rows of every shape that steps may have, the longest first: work is counted in its rows.
+            sync: the sync.
+            controller: the controller.
+            capacity: maximum samples of a worker. Default: that of the step.
+            batches: maximum samples of a step of each shape. Default: that of the step.
 
         Raises:
             ValueError: if the model state would be trained wrong, or the controller needs timings the model spoils.
         """
-        shape = shapes(state, sample)
-        if (known := self._known("training", shape)) is not None:
-            return known
-        self._check_model(state, sample, sync)
+        shape_K = [shapes(state, sample) for sample in samples]
+        batch_K = [min(self.limit, batch) for batch in batches or [self.limit] * len(samples)]
+        keys = [f"{shape}, {batch} samples" for shape, batch in zip(shape_K, batch_K, strict=True)]
+        share_K = [_elements(shape[2]) / _elements(shape_K[0][2]) for shape in shape_K]
+        self._share = dict(zip(keys, share_K, strict=True))
+
+        def open_one(k: int) -> Session:
+            self._check_model(state, samples[k], sync)
+            options = {
+                "batch": batch_K[k],
+                "capacity": self.capacity if capacity is None else capacity,
+                "hold": no_hold if self.simulation is None else self._hold(keys[k]),
+            }
+            return self._open_training(shape_K[k], sync, controller, options)
+
+        opened = _reopen(self._training, keys, open_one)
+        for bucket, (session, share) in enumerate(zip(opened, share_K, strict=True)):
+            session.engine.price_like(opened[0].engine, share, bucket)
+        return opened
+
+    def _hold(self, key: str) -> Hold:
+        """Simulated speeds are those of the longest rows; shorter ones take their share of the time."""
         simulation = self.simulation
-        options = {
-            "engine": self.engine_spec,
-            "batch": self.limit,
-            "capacity": self.capacity if capacity is None else capacity,
-            "hold": simulation.hold if simulation is not None else no_hold,
-            "priced_by_rows": simulation is not None,
-        }
+        assert simulation is not None
+        return lambda worker, rows, began: simulation.hold(worker, rows * self._share[key], began)
+
+    def _open_training(
+        self, shape: tuple[Tree, Tree, Tree], sync: Sync, controller: Controller, options: dict[str, Any]
+    ) -> Session:
+        simulation = self.simulation
+        options |= {"engine": self.engine_spec, "priced_by_rows": simulation is not None}
         session = open_session(
             self.loss_fn,
             shape,
@@ -100,29 +148,29 @@ class Sessions:
             except ValueError:
                 session.close()
                 raise
-        self._open["training"] = session
         return session
 
-    def for_evaluation(self, state: State, sample: Tree) -> Session:
-        """Compile for evaluating rows like the sample."""
-        shape = shapes(state, sample)
-        if (known := self._known("evaluation", shape)) is not None:
-            return known
-        self._open["evaluation"] = session = open_session(
-            self.eval_fn,
-            shape,
-            self.workers,
-            train=False,
-            engine=self.engine_spec,
-            quantum=self.quantum,
-            hold=no_hold,
-            wait_limit=self.wait_limit,
-            dtypes=self.dtypes,
-            batch=self.limit,
-            capacity=self.capacity,
-            priced_by_rows=False,
-        )
-        return session
+    def for_evaluation(self, state: State, samples: Sequence[Tree]) -> list[Session]:
+        """Compile for evaluating rows like the samples."""
+        shape_K = [shapes(state, sample) for sample in samples]
+
+        def open_one(k: int) -> Session:
+            return open_session(
+                self.eval_fn,
+                shape_K[k],
+                self.workers,
+                train=False,
+                engine=self.engine_spec,
+                quantum=self.quantum,
+                hold=no_hold,
+                wait_limit=self.wait_limit,
+                dtypes=self.dtypes,
+                batch=self.limit,
+                capacity=self.capacity,
+                priced_by_rows=False,
+            )
+
+        return _reopen(self._evaluation, list(map(str, shape_K)), open_one)
 
     def for_prediction(self, state: State, sample: Tree) -> Session:
         """Compile for the outputs of rows like the sample.
@@ -135,41 +183,50 @@ class Sessions:
                 "There is no function for predictions: give predict_fn(params, batch, keys) to Step or Trainer, or "
                 "predict to hetjax.from_nnx or from_linen."
             )
-        shape = shapes(state, sample)
-        if (known := self._known("prediction", shape)) is not None:
-            return known
-        self._open["prediction"] = session = open_prediction(
-            self.predict_fn,
-            shape,
-            self.workers,
-            engine=self.engine_spec,
-            wait_limit=self.wait_limit,
-            dtypes=self.dtypes,
-            batch=self.limit,
-            capacity=self.capacity,
-        )
-        return session
+        shape, predict_fn = shapes(state, sample), self.predict_fn
+
+        def open_one(_: int) -> Session:
+            return open_prediction(
+                predict_fn,
+                shape,
+                self.workers,
+                engine=self.engine_spec,
+                wait_limit=self.wait_limit,
+                dtypes=self.dtypes,
+                batch=self.limit,
+                capacity=self.capacity,
+            )
+
+        return _reopen(self._prediction, [str(shape)], open_one)[0]
 
     def close(self) -> None:
         """End the threads of all sessions and drop the compiled programs."""
-        for session in self._open.values():
-            session.close()
-        self._open.clear()
-
-    def _known(self, purpose: str, shape: tuple[Tree, Tree, Tree]) -> Session | None:
-        """Return the open session if it fits; otherwise close it before anything that may fail."""
-        known = self._open.get(purpose)
-        if known is not None and known.key != str(shape):
-            self._open.pop(purpose).close()
-            return None
-        return known
+        for sessions in (self._training, self._evaluation, self._prediction):
+            for session in sessions.values():
+                session.close()
+            sessions.clear()
 
     def _check_model(self, state: State, sample: Tree, sync: Sync) -> None:
         """Refuse a model state that would be trained wrong, and warn of workers left idle, before compiling."""
-        if sync.stepped:  # otherwise a batch belongs to one worker
+        if sync.stepped and not self._training:  # otherwise a batch belongs to one worker; said once
             nodes = jax.process_count() if sync.by_node else 1
             warn_of_idle_workers(self.batch_size, self.quantum, len(self.workers) * nodes)
         if state.model_state is not None:
             chosen = probe_indices(len(jax.tree.leaves(sample)[0]), self.quantum)
             rows = jax.tree.map(lambda x: x[chosen], sample)
             check_model_state(self.loss_fn, self.advance, state, rows, self.workers.devices[self.workers.local[0]])
+
+
+def _reopen(sessions: dict[str, Session], keys: Sequence[str], open_one: Callable[[int], Session]) -> list[Session]:
+    """Return the sessions of these shapes in their order, opening those that are missing; others are closed first."""
+    for key in [key for key in sessions if key not in keys]:
+        sessions.pop(key).close()
+    for k, key in enumerate(keys):
+        session = sessions.pop(key, None) or open_one(k)
+        sessions[key] = session  # now the last one: the order is that of the keys
+    return [sessions[key] for key in keys]
+
+
+def _elements(row: Tree) -> int:
+    """Number of values in a sample, in which rows of unequal length are compared."""
+    return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(row)) or 1

@@ -204,8 +204,8 @@ class Step:
         presets.check_not_by_node(self.sync)
         host_batch = as_batch(batch, self.batch_size)
         live = self._live(state, host_batch)
-        span = self._span(live.cursor, len(host_batch))
-        return self.run(live, host_batch, span, self.plan(len(host_batch), span.epoch))
+        span = self._span(live, host_batch)
+        return self.run(live, host_batch, span, self.plan(len(host_batch), span.epoch, span.bucket))
 
     def flush(self) -> Record | None:
         """Wait for the last step and return its record; None if that was returned before."""
@@ -231,12 +231,13 @@ class Step:
         first = 0 if self._pipeline is None else self._pipeline.next - self._first
         yield from until_shortest(loader, self.requests, lambda step: self._left[step], process_W, first)
 
-    def evaluate(self, state: AnyState, batches: Iterable[Any]) -> dict[str, Value]:
+    def evaluate(self, state: AnyState, batches: Iterable[Any], *, samples: Sequence[Tree] = ()) -> dict[str, Value]:
         """Compute the mean loss and metrics over all samples of the batches, split like the training steps.
 
         Args:
             state: a state of this step; it stays valid.
             batches: as in a call, each with at most `batch_size` rows; the same number in all processes.
+            samples: rows of every shape that batches may have. Default: those trained on, or that of the first batch.
 
         Returns:
             The mean of 'loss' and the mean (or sum) of every metric, by name: numbers, and arrays for metrics with a
@@ -247,10 +248,11 @@ class Step:
         """
         core = self.sync.answer(self.export(state)).evaluated
 
-        def open_pipeline(sample: Tree) -> Pipeline:
-            session = self.sessions.for_evaluation(State(*core, None, None), sample)
-            reduce, placed = make_reduce(self.transport, self.workers, session.layout, unchanged, core)
-            return Pipeline(session, reduce, placed, seed=self.seed)
+        def open_pipeline(batch: HostBatch) -> Pipeline:
+            shapes = samples or self.sessions.like(sample_of(batch))
+            sessions = self.sessions.for_evaluation(State(*core, None, None), shapes)
+            reduce, placed = make_reduce(self.transport, self.workers, sessions[0].layout, unchanged, core)
+            return Pipeline(sessions, reduce, placed, seed=self.seed)
 
         return mean_over(batches, open_pipeline, self.limit, self._shares_W)
 
@@ -301,12 +303,19 @@ class Step:
 
     # -- for loops with a sampler, and for measurements --
 
-    def open(self, state: State, sample: Tree, *, epoch_size: int | None = None, end: int | None = None) -> LiveState:
+    def open(
+        self, state: State, sample: Tree, *, further: Sequence[Tree] = (), batches: Sequence[int] | None = None,
+        epoch_size: int | None = None, end: int | None = None,
+    ) -> LiveState:  # fmt: skip
         """Compile for rows like the sample and place the state on the devices. The first call does this by itself.
+
+        For sequences of several lengths, call it with a sample of each; a batch then has rows of one of these shapes.
 
         Args:
             state: it is copied and stays valid.
-            sample: one row or more, with the leading axis of a batch.
+            sample: one row or more, with the leading axis of a batch; the longest, if there are several shapes.
+            further: the same for rows of other shapes that are trained on.
+            batches: maximum samples of a step of each shape. Default: `batch_size`.
             epoch_size: samples in an epoch, if known.
             end: cursor at which training will end, if known.
 
@@ -318,43 +327,39 @@ class Step:
         state = checked(state)
         if self.workers.several_processes or self.sync.by_node:
             presets.check_alike(self, state)
-        session = self.sessions.for_training(state, sample, self.sync, self.controller)
+        samples = [sample, *further]
+        sessions = self.sessions.for_training(state, samples, self.sync, self.controller, batches=batches)
         epoch_size = epoch_size or self.epoch_size
         if end is None and epoch_size is not None and self.epochs is not None:
             end = epoch_size * self.epochs
-        capacity = int(session.engine.limits().capacity_W.sum())
+        capacity = int(sessions[0].engine.limits().capacity_W.sum())
         setting = SyncContext(
-            self.workers, session.layout, self.rule(state), self.transport, self.batch_size, self.seed, capacity,
+            self.workers, sessions[0].layout, self.rule(state), self.transport, self.batch_size, self.seed, capacity,
             epoch_size, end,
         )  # fmt: skip
         reduce, core = self.sync.open(setting, state)
         self._pipeline = pipeline = Pipeline(
-            session,
-            reduce,
-            core,
-            seed=self.seed,
-            made=state.step,
-            requests=self.requests,
-            simulation=self.simulation,
+            sessions, reduce, core, seed=self.seed, made=state.step, requests=self.requests, simulation=self.simulation,
             learn=lambda seen: self.controller.observe(seen),
-        )
+        )  # fmt: skip
         if self.simulation is not None and self.simulation.row_time is None:
-            calibrate(self.simulation, session, pipeline.replicas, Rows(sample, 0), self.limit, self.seed)
+            calibrate(self.simulation, sessions[0], pipeline.replicas, Rows(sample, 0), self.limit, self.seed)
         self._log, self._first, self._left = RunLog(), state.step, {}
         return LiveState(pipeline, state.step, state.cursor)
 
-    def plan(self, batch: int, epoch: int = 0) -> Plan:
+    def plan(self, batch: int, epoch: int = 0, bucket: int = 0) -> Plan:
         """Ask the controller for the counts of the next step; once per step, in order.
 
         Args:
             batch: samples of the step.
             epoch: epoch of the step, from 0.
+            bucket: which of the shapes its rows have, from 0.
 
         Returns:
             The plan.
         """
         assert self._pipeline is not None
-        limits = self._pipeline.session.engine.limits()
+        limits = self._pipeline.sessions[bucket].engine.limits()
         if batch == 0:  # a node that sits a step out
             return Plan(np.zeros(limits.workers, np.int64))
         if limits.minimum_W.sum() > batch:  # a short last step may be too small for all
@@ -376,7 +381,8 @@ class Step:
             The state after this step, and the record of the previous step; None in the first call.
         """
         assert self._pipeline is not None
-        self._pipeline.session.engine.limits().check_counts(plan.counts_W, span.batch, "The partition")
+        limits = self._pipeline.sessions[span.bucket].engine.limits()
+        limits.check_counts(plan.counts_W, span.batch, "The partition")
         finished = self._pipeline.submit(batch, span, plan)
         record = None if finished is None else self._record(finished)
         return LiveState(self._pipeline, state.step + 1, state.cursor + span.advance), record
@@ -410,11 +416,8 @@ class Step:
             A function that runs the phases of this process's workers once and returns their seconds.
         """
         host_batch = as_batch(batch, self.batch_size)
-        pipeline, plan = self._live(state, host_batch).pipeline, Plan(np.asarray(counts_W, np.int64))
-        span = Span(0, 0, int(plan.counts_W.sum()))
-        pipeline.session.engine.limits().check_counts(plan.counts_W, span.batch, "The caller")
-        packed = pipeline.pack(host_batch, span, plan)
-        return lambda: np.array([result.seconds for result in pipeline.phases(packed)])
+        phases = self._live(state, host_batch).pipeline.phases(host_batch, Plan(np.asarray(counts_W, np.int64)))
+        return lambda: np.array([result.seconds for result in phases()])
 
     # -- internals --
 
@@ -424,7 +427,8 @@ class Step:
             state = checked(state)
             if self.epoch_size is None:
                 presets.check_without_epochs(self.controller)
-            return self.open(state, sample_of(batch, sample_size(state, self.quantum)))
+            sample, *further = self.sessions.like(sample_of(batch, sample_size(state, self.quantum)))
+            return self.open(state, sample, further=further)
         if self._pipeline is None or state.pipeline is not self._pipeline:
             raise ValueError(
                 "This state belongs to a run that another state has replaced, or to another Step. Use the state that "
@@ -433,9 +437,9 @@ class Step:
         self._pipeline.check_last(state.step)
         return state
 
-    def _span(self, cursor: int, size: int) -> Span:
-        epoch, start = divmod(cursor, self.epoch_size or _NO_EPOCH)
-        return Span(epoch, start, start + size)
+    def _span(self, live: LiveState, batch: HostBatch) -> Span:
+        epoch, start = divmod(live.cursor, self.epoch_size or _NO_EPOCH)
+        return Span(epoch, start, start + len(batch), bucket=live.pipeline.bucket_of(batch))
 
     def _record(self, finished: Finished) -> Record:
         step, report = finished
@@ -443,7 +447,7 @@ class Step:
             self._shares_W = np.maximum(step.plan.counts_W, 1e-3)
         self._left[step.number - self._first] = report.left_W
         self._left.pop(step.number - self._first - MANY, None)
-        ideal = self.simulation.ideal() if self.simulation is not None else None
+        ideal = self.simulation.ideal() / self.sessions.share(step.span.bucket) if self.simulation is not None else None
         record = self._log.record(step, report, ideal)
         try:
             self.nonfinite.check(record)

@@ -16,6 +16,7 @@ from hetjax import sync as syncs
 from hetjax.adapters.probe import probe_indices
 from hetjax.arguments import MOST_SAMPLES, MOST_SEED, check_batch_size, check_hooks, whole
 from hetjax.data.batches import FeedBatch, is_stream
+from hetjax.data.bucketed import Bucketed
 from hetjax.data.memory import as_source
 from hetjax.data.prefetch import Feed, Rows
 from hetjax.data.source import Source, check_finite, fetch, is_endless
@@ -26,6 +27,7 @@ from hetjax.history import History, Hook, Recorder
 from hetjax.planning.controllers.base import Controller
 from hetjax.reduce.layout import Value
 from hetjax.sampling.blocks import Blocks
+from hetjax.sampling.buckets import BucketSampler
 from hetjax.sampling.order import EndlessSampler, Sampler
 from hetjax.sampling.shards import BlockSampler, ProportionalSampler
 from hetjax.simulation.calibration import calibrate
@@ -172,9 +174,10 @@ class Trainer:
             state: from `init`, an earlier `fit` or a checkpoint; it stays valid.
             source: arrays with one row per sample, as a dict, a tuple such as `(x, y)` or a named tuple, possibly
                 nested; or anything with `__len__` and `__getitem__`, such as a list of samples or a dataset of Grain,
-                Hugging Face or PyTorch. Every sample is seen exactly once per epoch, also across a resume. An endless
-                one (`.repeat()`) is read in its own order, with `steps`. Or an iterable of batches, with `steps`: its
-                order, and where a resumed run continues, are up to it.
+                Hugging Face or PyTorch. Every sample is seen exactly once per epoch, also across a resume. For
+                sequences of unequal length, a `hetjax.Bucketed` of one of these. An endless source (`.repeat()`) is
+                read in its own order, with `steps`. Or an iterable of batches, with `steps`: its order, and where a
+                resumed run continues, are up to it.
             epochs: number of epochs; give exactly one of epochs, steps and stop_at.
             steps: number of steps; for a stream the maximum, None for all of it.
             stop_at: cursor at which to end.
@@ -206,15 +209,17 @@ class Trainer:
         end = self._end(state.cursor, order, length)
         if self.workers.several_processes or self.sync.by_node:
             blocks = None if self.blocks is None else digest(self.blocks.owner_D)
-            same(partition=[self.partition, blocks], number_of_samples=len(source), end_of_training=end)
+            lengths = order.checksum if isinstance(order, BucketSampler) else None
+            same(partition=[self.partition, blocks, lengths], number_of_samples=len(source), end_of_training=end)
         steps = length.get("steps")
         until = end if steps is None else order.end_of(state.cursor, steps)
         probed = state.model_state is not None
-        sample = fetch(source, probe_indices(order.size, self.step.quantum) if probed else np.zeros(1, np.int64))
+        choose = lambda size: probe_indices(size, self.step.quantum) if probed else np.zeros(1, np.int64)
+        samples = source.samples(choose) if isinstance(source, Bucketed) else [fetch(source, choose(order.size))]
 
         def by_steps(state: State) -> tuple[State, History]:
             state, history = loops.over_source(
-                self.step, state, source, sample, sampler, end=end, until=until, steps=steps, hooks=hooks,
+                self.step, state, source, samples, sampler, end=end, until=until, steps=steps, hooks=hooks,
                 epoch_size=None if endless else len(source),
             )  # fmt: skip
             self._order = sampler.state_dict(state.cursor) if self.partition != "global" else None
@@ -229,15 +234,15 @@ class Trainer:
             self.step.wait_limit,
             by_steps=by_steps,
             open_session=lambda state: self.step.sessions.for_training(
-                state, sample, self.sync, self.controller, self._capacity
-            ),
+                state, samples, self.sync, self.controller, self._capacity
+            )[0],
             rule=self.step.rule,
             record=lambda history: Recorder(history, hooks, self.simulation),
             stopping=lambda: self.step.requests.stop,
             saving=self.step.requests.take_save,
             check=self.step.nonfinite.check,
             calibrate=lambda session, replicas: calibrate(
-                self.simulation, session, replicas, Rows(sample, 0), self.batch_size, self.seed
+                self.simulation, session, replicas, Rows(samples[0], 0), self.batch_size, self.seed
             ),
         )
         try:
@@ -296,8 +301,9 @@ class Trainer:
             shape.
         """
         state = checked(state)
+        samples = source.samples(lambda size: np.zeros(1, np.int64)) if isinstance(source, Bucketed) else ()
         with self._in_order(source, "evaluate") as batches:
-            return self.step.evaluate(self.answer(state), batches)
+            return self.step.evaluate(self.answer(state), batches, samples=samples)
 
     def predict(self, state: State, source: Any) -> Tree:
         """Compute the output of every sample with `predict_fn`, split among all workers; see `hetjax.Step.predict`.
@@ -311,9 +317,14 @@ class Trainer:
             of NumPy arrays whose first axis counts the samples.
 
         Raises:
-            ValueError: if there is no `predict_fn`.
+            ValueError: if there is no `predict_fn`, or outputs of samples in buckets have no common shape.
         """
         state = checked(state)
+        if isinstance(source, Bucketed):
+            raise ValueError(
+                "predict returns the outputs of all samples as one array in their order, and samples in buckets have "
+                "unequal lengths. Call predict for each bucket's samples, padded to one length, without Bucketed."
+            )
         with self._in_order(source, "predict") as batches:
             return self.step.predict(self.answer(state), batches)
 
@@ -388,9 +399,15 @@ class Trainer:
             return
         source = as_source(source)
         check_finite(source, f"to {purpose} every sample")
-        order = Sampler(len(source), self.step.limit, shuffle=False)
-        feed = Feed(source, order)
-        spans = [order.step(cursor) for cursor in range(0, len(source), order.batch)]
+        limit = self.step.limit
+        order: Any = (
+            source.sampler(limit, shuffle=False)
+            if isinstance(source, Bucketed)
+            else Sampler(len(source), limit, shuffle=False)
+        )
+        feed, spans = Feed(source, order), [order.step(0)]
+        while spans[-1].stop < len(source):
+            spans.append(order.step(spans[-1].stop))
         try:
             yield (FeedBatch(feed, span, following) for span, following in zip_longest(spans, spans[1:]))
         finally:
@@ -415,6 +432,9 @@ class Trainer:
         samples = len(source)
         listed = isinstance(source, list) and samples > 0 and is_array(source[0])
         check_batch_size(self.batch_size, samples, " or a tuple of arrays instead of a list of samples" * listed)
+        if isinstance(source, Bucketed):
+            presets.check_bucketed(self.sync, self.partition)
+            return source.sampler(self.batch_size, self.seed)
         if self.blocks is None:
             kind = {"global": Sampler, "proportional": ProportionalSampler}[self.partition]
             return kind(samples, self.batch_size, self.seed)

@@ -146,14 +146,39 @@ def _kind(batch: Any) -> str:
 
 def check_rows(tree: Tree, row: Tree) -> None:
     """Raise ValueError if rows differ in structure, shape or dtype from the row compiled for."""
-    same_tree: bool = jax.tree.structure(tree) == jax.tree.structure(row)  # type: ignore[operator]
-    pairs = list(zip(jax.tree.leaves(tree), jax.tree.leaves(row), strict=False))
-    if not same_tree or any(x.shape[1:] != y.shape or x.dtype != y.dtype for x, y in pairs):
-        shown = lambda tree, cut: jax.tree.map(lambda x: f"{x.dtype}{list(x.shape[cut:])}", tree)
+    if not is_like(tree, row):
         raise ValueError(
-            f"A sample of this batch is {shown(tree, 1)}, but the first batch had {shown(row, 0)}: every new shape "
+            f"A sample of this batch is {_shown(tree, 1)}, but the first batch had {_shown(row, 0)}: every new shape "
             "would recompile. Pad samples to one shape."
         )
+
+
+def matching(rows: Tree | Rows, row_K: Sequence[Tree]) -> int:
+    """The first of several rows compiled for that these rows are like.
+
+    Raises:
+        ValueError: if they are like none.
+    """
+    tree = rows.tree if isinstance(rows, Rows) else rows
+    for k, row in enumerate(row_K):
+        if is_like(tree, row):
+            return k
+    raise ValueError(
+        f"A sample of this batch is {_shown(tree, 1)}, but what was compiled for is "
+        f"{', '.join(str(_shown(row, 0)) for row in row_K)}: every new shape would recompile. Pad samples to one of "
+        "these shapes."
+    )
+
+
+def is_like(tree: Tree, row: Tree) -> bool:
+    """Whether rows have the structure, shape and dtype of a row compiled for."""
+    same_tree: bool = jax.tree.structure(tree) == jax.tree.structure(row)  # type: ignore[operator]
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(row), strict=False)
+    return same_tree and all(x.shape[1:] == y.shape and x.dtype == y.dtype for x, y in pairs)
+
+
+def _shown(tree: Tree, cut: int) -> Tree:
+    return jax.tree.map(lambda x: f"{x.dtype}{list(x.shape[cut:])}", tree)
 
 
 def until_shortest(

@@ -95,8 +95,18 @@ class Engine(Protocol):
         """Start the local phase of this process's workers."""
         ...
 
-    def grow(self, counts_W: np.ndarray) -> None:
-        """Called between steps: improve the ladder for these counts, in the background."""
+    def price_like(self, reference: Any, share: float, bucket: int) -> None:
+        """Express work in the unit of another engine of this kind, for rows of another shape.
+
+        Args:
+            reference: the engine for the longest rows.
+            share: size of a row relative to one of the reference: its price, where prices are not measured.
+            bucket: number of the shape.
+        """
+        ...
+
+    def grow(self, counts_W: np.ndarray | None) -> None:
+        """Called between steps: improve the ladder for these counts, in the background; None: for no further ones."""
         ...
 
     def close(self) -> None:

@@ -106,6 +106,8 @@ class ChunkedEngine:
         self._background = ThreadPoolExecutor(1, thread_name_prefix="hetjax-ladder")
         self.growing: Future | None = None  # background search for a further rung, and its compile
         self._counts_W, self._settled = np.zeros(len(workers), np.int64), 0
+        self._units: dict[str, float] = {}  # price of one unit of work by kind, if not that of the kind's own list
+        self._bucket = 0
         self._update_limits()
 
     def _candidates(self, kind: str, several: bool) -> list[int]:
@@ -158,7 +160,7 @@ class ChunkedEngine:
         kind_W = [device_kind(device) for device in self.workers.devices]
         grouped = lambda rows_W: list(zip(kind_W, rows_W.tolist(), self.capacity_W.tolist(), strict=True))
         agreed_W, own_W = grouped(self.max_rows_W), grouped(self.fitting_W)
-        lists = {kind: ladder.price_list for kind, ladder in self.ladders.items()} | self._remote
+        lists = self._price_lists()
         stairs = {g: lists[g[0]].staircase(g[1], g[2]) for g in dict.fromkeys(agreed_W + own_W)}
         groups = list(dict.fromkeys(agreed_W))
         self._stairs_W = [stairs[g] for g in own_W]
@@ -167,8 +169,19 @@ class ChunkedEngine:
             minimum_W=np.zeros(len(self.workers), np.int64),
             quantum=self.quantum,
             kind_W=np.array([groups.index(g) for g in agreed_W], np.int64),
-            stairs=tuple(stairs[g].price_N / lists[g[0]].unit for g in groups),
+            stairs=tuple(stairs[g].price_N / self._units.get(g[0], lists[g[0]].unit) for g in groups),
+            bucket=self._bucket,
         )
+
+    def _price_lists(self) -> dict[str, PriceList]:
+        return {kind: ladder.price_list for kind, ladder in self.ladders.items()} | self._remote
+
+    def price_like(self, reference: ChunkedEngine, share: float, bucket: int) -> None:
+        by_rows = any(ladder.priced_by_rows for ladder in self.ladders.values())
+        lists = reference._price_lists().items()
+        self._units = {kind: prices.unit / (share if by_rows else 1.0) for kind, prices in lists}
+        self._bucket = bucket
+        self._update_limits()
 
     def limits(self) -> Limits:
         return self._limits
@@ -176,7 +189,7 @@ class ChunkedEngine:
     def rows_of(self, worker: int, count: int) -> int:
         return self._stairs_W[worker].rows(count)
 
-    def grow(self, counts_W: np.ndarray) -> None:
+    def grow(self, counts_W: np.ndarray | None) -> None:
         """Add a rung that has been compiled, or start the search for the next one.
 
         The search and the compile run in the background, once the counts have settled.
@@ -186,7 +199,8 @@ class ChunkedEngine:
             if found is not None:
                 self._join(*found)
                 self._settled = 0  # a further rung may pay for the same counts
-        if self.growing is None and any(len(x.price_list.prices) < len(x.wanted) for x in self.ladders.values()):
+        incomplete = any(len(x.price_list.prices) < len(x.wanted) for x in self.ladders.values())
+        if self.growing is None and incomplete and counts_W is not None:
             self._settled = self._settled + 1 if np.array_equal(counts_W, self._counts_W) else 0
             self._counts_W = counts_W
             if self._settled == _SETTLED:

@@ -20,10 +20,10 @@ import jax
 from hetjax.devices.workers import Workers
 from hetjax.reduce.layout import Parts
 
-Hold = Callable[[int, int, float], None]  # (worker, rows, start time): returns when the phase may end
+Hold = Callable[[int, float, float], None]  # (worker, rows, start time): returns when the phase may end
 
 
-def no_hold(worker: int, rows: int, began: float) -> None:
+def no_hold(worker: int, rows: float, began: float) -> None:
     """End the phase at once: the speed is not simulated."""
 
 

@@ -92,6 +92,7 @@ class Spmd:
         raise NotImplementedError
 
     minimum = 0  # smallest count of a worker
+    _share, _bucket = 1.0, 0  # work of a row, and which shape it has
 
     @cached_property
     def _limits(self) -> Limits:
@@ -101,8 +102,13 @@ class Spmd:
             minimum_W=np.full(workers, self.minimum, np.int64),
             quantum=self.quantum,
             kind_W=np.zeros(workers, np.int64),
-            stairs=(np.array([0, *(self._work(n) for n in range(1, self.capacity + 1))], np.float64),),
+            stairs=(self._share * np.array([0, *(self._work(n) for n in range(1, self.capacity + 1))], np.float64),),
+            bucket=self._bucket,
         )
+
+    def price_like(self, reference: Spmd, share: float, bucket: int) -> None:
+        self._share, self._bucket = share, bucket
+        self.__dict__.pop("_limits", None)
 
     def limits(self) -> Limits:
         return self._limits
@@ -137,7 +143,7 @@ class Spmd:
             "computes at once. Give a smaller capacity or max_rows, or use engine='chunked' or 'looped'."
         ) from error
 
-    def grow(self, counts_W: np.ndarray) -> None:
+    def grow(self, counts_W: np.ndarray | None) -> None:
         """Does nothing: one program serves all counts."""
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from hetjax.devices.compile import expected
+from hetjax.state import State
 
 
 class Disagreement(RuntimeError):
@@ -60,6 +61,20 @@ def same(**values: Any) -> None:
                 f"{_short(gathered[odd[0]][name])} instead of {_short(gathered[0][name])}. Start all processes with "
                 "the same code, flags and data."
             )
+
+
+def same_start(state: State, **options: Any) -> None:
+    """Raise ValueError unless all processes start from the same state with the same options."""
+    one_set = state.replicas == 0  # otherwise every process has its own
+    of = lambda tree: digest(tree) if one_set else None
+    same(
+        **options,
+        position=[state.step, state.cursor],
+        parameters=digest(state.params) if one_set else state.replicas,
+        model_state=of(state.model_state),
+        state_of_the_optimizer=of(state.opt_state),
+        moving_average=of(state.ema),
+    )
 
 
 def _equal(a: Any, b: Any) -> bool:

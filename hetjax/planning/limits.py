@@ -51,7 +51,9 @@ class Limits:
         quantum: Counts are multiples of it.
         kind_W: Index into `stairs` for each worker.
         stairs: Per kind of worker, the work of n samples in units of one sample at full batch: a non-decreasing table
-            from n = 0 (work 0) to the largest capacity of the kind.
+            from n = 0 (work 0) to the largest capacity of the kind. With buckets of lengths, the unit is one sample of
+            the longest.
+        bucket: The bucket of the step's samples.
     """
 
     capacity_W: np.ndarray
@@ -59,6 +61,7 @@ class Limits:
     quantum: int
     kind_W: np.ndarray
     stairs: tuple[np.ndarray, ...]
+    bucket: int = 0
 
     def __post_init__(self) -> None:
         workers, kinds = len(self.capacity_W), len(self.stairs)

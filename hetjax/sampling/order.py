@@ -11,7 +11,7 @@ import numpy as np
 
 from hetjax.planning.controllers.base import Plan
 
-PlanFn = Callable[[int, int], Plan]  # (batch, epoch) -> the controller's plan
+PlanFn = Callable[..., Plan]  # (batch, epoch[, bucket]) -> the controller's plan
 
 _ROUNDS = 6
 
@@ -59,13 +59,15 @@ def permute(positions: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarr
 class Span:
     """One global step: the half-open range [start, stop) of positions in an epoch's order.
 
-    Where a process plans only its part of a step, `start` and `stop` bound the part and `whole` the step.
+    Where a process plans only its part of a step, `start` and `stop` bound the part and `whole` the step. `bucket` is
+    the one of its samples, where they are of unequal length.
     """
 
     epoch: int
     start: int
     stop: int
     whole: tuple[int, int] | None = None
+    bucket: int = 0
 
     @property
     def batch(self) -> int:

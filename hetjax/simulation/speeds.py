@@ -147,12 +147,12 @@ class Simulation:
         assert self.row_time is not None
         return float(np.sum(self.trace(self.step)[0]) / self.row_time)
 
-    def hold(self, worker: int, rows: int, began: float, sleep: Callable[[float], object] | None = None) -> None:
+    def hold(self, worker: int, rows: float, began: float, sleep: Callable[[float], object] | None = None) -> None:
         """Block until the simulated local phase is over.
 
         Args:
             worker: index of the worker.
-            rows: rows that it computed.
+            rows: rows that it computed; shorter rows count as fractions of the longest.
             began: `time.perf_counter()` at the start of the phase.
             sleep: how to wait. Default: `time.sleep`.
         """

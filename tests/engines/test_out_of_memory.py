@@ -163,7 +163,8 @@ def test_evaluation_goes_on_too(caplog):
     ) as step:
         state = step.init(PARAMS)
         expected = step.evaluate(state, [data])
-        calls = exhaust(step.sessions._open[False].engine, 0, 4)
+        (session,) = step.sessions._evaluation.values()
+        calls = exhaust(session.engine, 0, 4)
         assert step.evaluate(state, [data])["loss"] == pytest.approx(expected["loss"], rel=1e-6)
     assert calls == [16, 4, 4, 4, 4]
 

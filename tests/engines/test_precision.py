@@ -125,7 +125,8 @@ def test_sums_are_float32(train_or_eval):
         state, _ = step(step.init(PARAMS), DATA[0])
         if not train_or_eval:
             step.evaluate(state, DATA)
-        session = step.sessions._open[train_or_eval]
+        sessions = step.sessions._training if train_or_eval else step.sessions._evaluation
+        (session,) = sessions.values()
         shapes = [session.engine._arguments(rung, None) for rung in (1, 8)]
         (ladder,) = session.engine.ladders.values()
         outputs = [jax.eval_shape(ladder.chunk, *shape) for shape in shapes]

@@ -287,7 +287,7 @@ def test_an_evaluation_is_split_like_the_training_steps():
     options = {"controller": Uneven(0), "engine": Looped(max_rows=1), "capacity": 24}  # no padding
     with trainer_for(made, **options) as trainer:
         state, _ = trainer.fit(trainer.init(made.params), made.data, epochs=1)  # the last step is a short one
-        engine = trainer.step.sessions.for_evaluation(state, {k: v[:1] for k, v in made.data.items()}).engine
+        engine = trainer.step.sessions.for_evaluation(state, [{k: v[:1] for k, v in made.data.items()}])[0].engine
         pack, engine.pack = engine.pack, lambda *given: (counts.append(given[2].tolist()), pack(*given))[1]
         trainer.evaluate(state, made.data)
     assert counts == [*[[18, 6]] * 10, [3, 1]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from hetjax.planning.rounding import allowed
 _LOOKS = (8, 24, 72)  # calm steps after which the counts are reviewed
 _MOST_TRIAL_COST = 1000.0  # steps; a trial never counts as more expensive
 _BOUND_TOLERANCE = 0.05  # of the solver's lower bound, which is not used here
+_PER_BUCKET = ("usual", "short", "counts_W", "since", "looks", "looks_before", "planned", "before_W")
 
 
 @dataclass
@@ -227,7 +229,27 @@ class Balanced(ControllerBase[BalancedState]):
                 return False
         return within_reach(*costs, limits, self.state.usual, time)
 
+    def _reset(self, workers: int) -> None:
+        super()._reset(workers)
+        self._bucket: int | None = None
+        self._of_bucket: dict[int, dict[str, Any]] = {}  # what `_switch` has put aside
+
+    def _switch(self, bucket: int) -> None:
+        """Put the counts of the last step's bucket aside, and go on with those of this one.
+
+        Timings of all buckets teach the one cost model, but their best counts differ. What is put aside is not saved: a
+        resumed run solves for it again.
+        """
+        if self._bucket is not None and bucket != self._bucket:
+            self._of_bucket[self._bucket] = {name: getattr(self.state, name) for name in _PER_BUCKET}
+            new = {"counts_W": None, "planned": False, "before_W": None, "looks": 0}
+            for name, value in self._of_bucket.get(bucket, new).items():
+                setattr(self.state, name, value)
+            self._checked = None
+        self._bucket = bucket
+
     def plan(self, batch: int, limits: Limits, epoch: int = 0) -> Plan:
+        self._switch(limits.bucket)
         plan = super().plan(batch, limits, epoch)
         state = self.state
         state.idle_W = np.where(plan.counts_W > 0, 0, state.idle_W + 1)

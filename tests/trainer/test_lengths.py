@@ -1,0 +1,188 @@
+"""Sequences of unequal length: any split trains like a plain loop, in any loop, and nothing compiles on the way."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from problems import RandomPlans, distance, keys_for
+
+from hetjax import Bucketed, Chunked, Example, Looped, Masked, Step, Trainer
+from hetjax.devices.compile import compiles
+
+LENGTHS, BATCH, SAMPLES, VOCAB = (4, 8, 16), 8, 52, 7
+
+
+def loss_fn(params, batch, keys):
+    """A causal model: the mean of the embeddings so far predicts the next token. Noise from the key of each sample."""
+
+    def of_one(tokens_T, weights_T, key):
+        seen_TxD = jnp.cumsum(params["embedding"][tokens_T], axis=0) / jnp.arange(1, len(tokens_T) + 1)[:, None]
+        logits_TxV = (seen_TxD * (1 + 0.1 * jax.random.normal(key))) @ params["out"]
+        loss_T = optax.softmax_cross_entropy_with_integer_labels(logits_TxV[:-1], tokens_T[1:])
+        return (loss_T * weights_T[1:]).sum(), weights_T[1:].sum()
+
+    loss_b, weight_b = jax.vmap(of_one)(batch["tokens"], batch["weights"], keys)
+    return Example(loss_b, weight_b, {"half": 0.5 * weight_b})
+
+
+def params():
+    rng = np.random.default_rng(1)
+    return {"embedding": jnp.array(rng.normal(size=(VOCAB, 5))), "out": jnp.array(rng.normal(size=(5, VOCAB)) * 0.1)}
+
+
+def source(**options):
+    rng = np.random.default_rng(0)
+    sizes = np.exp(rng.uniform(np.log(2), np.log(16), SAMPLES)).astype(int)
+    sequences = [{"tokens": rng.integers(0, VOCAB, size).astype(np.int32)} for size in sizes]
+    return Bucketed(sequences, LENGTHS, mask="weights", **options)
+
+
+def trainer_for(devices=2, **options):
+    options = {"batch_size": BATCH, "controller": "equal", "engine": Chunked(rungs=[2, 8]), **options}
+    return Trainer(loss_fn, optax.sgd(0.3, momentum=0.9), devices=jax.devices()[:devices], **options)
+
+
+def reference(data, epochs):
+    """A plain loop over the same steps, without hetjax's engines."""
+    optimizer, now = optax.sgd(0.3, momentum=0.9), params()
+    opt_state, order, cursor, losses = optimizer.init(now), data.sampler(BATCH), 0, []
+
+    @jax.jit
+    def grads_of(now, batch, keys):
+        def mean(now):
+            example = loss_fn(now, batch, keys)
+            return example.loss_b.sum() / example.weight_b.sum()
+
+        return jax.value_and_grad(mean)(now)
+
+    while cursor < epochs * SAMPLES:
+        step = order.step(cursor)
+        batch = data.rows(order.indices(step.epoch, step.start, step.stop))
+        loss, grads = grads_of(now, batch, keys_for(0, step.epoch, step.start, step.stop))
+        updates, opt_state = optimizer.update(grads, opt_state, now)
+        now, cursor = optax.apply_updates(now, updates), cursor + step.batch
+        losses.append(float(loss))
+    return now, losses
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return reference(source(), 2)
+
+
+@pytest.mark.parametrize(
+    ("devices", "options"),
+    [
+        (1, {}),
+        (2, {"controller": RandomPlans(3)}),
+        (3, {"controller": "balanced"}),
+        (2, {"controller": "dbs"}),
+        (2, {"engine": Looped(micro=2)}),
+        (2, {"engine": Masked()}),
+        (2, {"controller": "balanced", "speeds": [1, 0.25]}),
+    ],
+    ids=["one", "random", "balanced", "dbs", "looped", "masked", "simulated"],
+)
+def test_any_split_is_the_training_of_a_plain_loop(devices, options, plain):
+    with trainer_for(devices, **options) as trainer:
+        state, history = trainer.fit(trainer.init(params()), source(), epochs=2)
+    np.testing.assert_allclose(history.losses, plain[1], rtol=1e-5)
+    assert distance(state.params, plain[0]) < 1e-5
+    assert state.cursor == 2 * SAMPLES
+
+
+def test_a_limit_of_tokens_changes_the_steps_but_not_their_split():
+    data, losses = source(tokens=32), []
+    for devices, controller in [(1, "equal"), (3, "balanced")]:
+        with trainer_for(devices, controller=controller) as trainer:
+            _, history = trainer.fit(trainer.init(params()), data, epochs=1)
+        losses.append(history.losses)
+        counts = {int(record.counts_W.sum()) for record in history.records}
+        assert max(counts) == BATCH
+        assert history.totals.samples == SAMPLES
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+def test_a_run_resumes_in_the_middle_of_an_epoch_on_other_workers(plain):
+    with trainer_for(2) as trainer:
+        state, first = trainer.fit(trainer.init(params()), source(), steps=5)
+        saved = trainer.state_dict(state)
+    with trainer_for(3, controller="balanced") as trainer:
+        state = trainer.load_state_dict(saved, state)
+        with pytest.raises(ValueError, match="other buckets"):
+            trainer.fit(state, source(tokens=16), epochs=1)
+        state, second = trainer.fit(state, source(), stop_at=2 * SAMPLES)
+    np.testing.assert_allclose(first.losses + second.losses, plain[1], rtol=1e-5)
+    assert distance(state.params, plain[0]) < 1e-5
+
+
+@pytest.mark.parametrize("controller", ["equal", "balanced"])
+def test_nothing_compiles_after_warm_up(controller):
+    data = source()
+    with trainer_for(2, controller=controller) as trainer:
+        state, _ = trainer.fit(trainer.init(params()), data, steps=1)
+        before = compiles()
+        state, history = trainer.fit(state, data, epochs=2)
+        assert compiles() == before
+        assert len({record.counts_W.sum() for record in history.records}) > 1
+        trainer.evaluate(state, data)
+        before = compiles()
+        trainer.evaluate(state, data)
+        assert compiles() == before
+
+
+def test_evaluation_weighs_every_token_once():
+    data = source()
+    with trainer_for(3) as trainer:
+        state = trainer.init(params())
+        measured = trainer.evaluate(state, data)
+    batch = data.rows(np.arange(SAMPLES))  # all at the longest length
+    order = data.sampler(BATCH, shuffle=False).indices(0, 0, SAMPLES)
+    keys = keys_for(0, 0, 0, SAMPLES)
+    example = loss_fn(params(), jax.tree.map(lambda x: x[order], batch), keys)
+    assert measured["loss"] == pytest.approx(float(example.loss_b.sum() / example.weight_b.sum()), rel=1e-5)
+    assert measured["half"] == pytest.approx(0.5)
+
+
+def test_a_users_own_loop_takes_batches_of_the_shapes_it_has_opened(plain):
+    data = source()
+    order, cursor = data.sampler(BATCH), 0
+    one = lambda size: np.zeros(1, int)
+    step = Step(loss_fn, optax.sgd(0.3, momentum=0.9), batch_size=BATCH, controller="equal", epoch_size=SAMPLES,
+                devices=jax.devices()[:2], engine=Chunked(rungs=[2, 8]))  # fmt: skip
+    with step:
+        first, *further = data.samples(one)
+        state, records = step.open(step.init(params()), first, further=further), []
+        before = None
+        while cursor < 2 * SAMPLES:
+            span = order.step(cursor)
+            state, record = step(state, data.rows(order.indices(span.epoch, span.start, span.stop)))
+            before = before or compiles()
+            records.append(record)
+            cursor += span.batch
+        records.append(step.flush())
+        assert compiles() == before
+        np.testing.assert_allclose([record.loss for record in records[1:]], plain[1], rtol=1e-5)
+        by_bucket = [data.rows(np.flatnonzero(data.bucket_N == k)[:BATCH]) for k in range(3)]
+        assert np.isfinite(step.evaluate(state, by_bucket)["loss"])
+        with pytest.raises(ValueError, match="Pad samples to one of these shapes"):
+            step(state, {"tokens": np.zeros((2, 5), np.int32), "weights": np.ones((2, 5), np.float32)})
+
+
+def test_the_work_of_a_step_is_counted_in_the_longest_samples():
+    data = source()
+    with trainer_for(2, speeds=[1, 0.5], controller="balanced") as trainer:
+        trainer.fit(trainer.init(params()), data, steps=1)
+        pipeline = trainer.step._pipeline
+        work_K = [session.engine.limits().stairs[0][BATCH] for session in pipeline.sessions]
+        assert [session.engine.limits().bucket for session in pipeline.sessions] == [0, 1, 2]
+    np.testing.assert_allclose(np.array(work_K) / work_K[0], [1, 0.5, 0.25])
+
+
+@pytest.mark.parametrize("options", [{"strategy": "daso"}, {"strategy": "hogbatch"}, {"partition": "proportional"}])
+def test_what_divides_samples_by_number_is_refused(options):
+    made = Trainer(loss_fn, optax.sgd(0.1), batch_size=BATCH, devices=jax.devices()[:2], **options,
+                   **({"controller": "equal"} if "partition" in options else {}))  # fmt: skip
+    with made as trainer, pytest.raises(ValueError, match="unequal length"):
+        trainer.fit(trainer.init(params()), source(), epochs=1)
