@@ -1,17 +1,21 @@
-"""The loops behind `Trainer.fit`: over a source with a sampler, and over a stream of batches."""
+"""The loops behind `Trainer`: over a source with a sampler, over a stream of batches, and over all samples in order."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice, zip_longest
 from typing import Any
 
 from hetjax.adapters.probe import sample_size
-from hetjax.data.batches import FeedBatch, as_batch, sample_of
+from hetjax.data.batches import FeedBatch, as_batch, is_stream, sample_of
+from hetjax.data.bucketed import Bucketed
+from hetjax.data.memory import as_source
 from hetjax.data.prefetch import Feed
-from hetjax.data.source import Source
+from hetjax.data.source import Source, check_finite
 from hetjax.history import History, Hook, Record, Recorder
+from hetjax.sampling.order import Sampler
 from hetjax.state import LiveState, State
 from hetjax.step import Step
 
@@ -114,3 +118,25 @@ def _run(
             recorder.add(record, live.whole())
         recorder.finish(history.own_rates(), waited())
     return live.whole(), history
+
+
+@contextmanager
+def in_order(source: Any, limit: int, purpose: str) -> Iterator[Iterable[Any]]:
+    """Batches over a source in its own order, prefetched; a stream is passed on."""
+    if is_stream(source):
+        yield source
+        return
+    source = as_source(source)
+    check_finite(source, f"to {purpose} every sample")
+    order: Any = (
+        source.sampler(limit, shuffle=False)
+        if isinstance(source, Bucketed)
+        else Sampler(len(source), limit, shuffle=False)
+    )
+    feed, spans = Feed(source, order), [order.step(0)]
+    while spans[-1].stop < len(source):
+        spans.append(order.step(spans[-1].stop))
+    try:
+        yield (FeedBatch(feed, span, following) for span, following in zip_longest(spans, spans[1:]))
+    finally:
+        feed.close()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import zip_longest
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,11 +13,11 @@ from hetjax import loops, presets
 from hetjax import sync as syncs
 from hetjax.adapters.probe import probe_indices
 from hetjax.arguments import MOST_SAMPLES, MOST_SEED, check_batch_size, check_hooks, whole
-from hetjax.data.batches import FeedBatch, is_stream
+from hetjax.data.batches import is_stream
 from hetjax.data.bucketed import Bucketed
 from hetjax.data.memory import as_source
-from hetjax.data.prefetch import Feed, Rows
-from hetjax.data.source import Source, check_finite, fetch, is_endless
+from hetjax.data.prefetch import Rows
+from hetjax.data.source import Source, fetch, is_endless
 from hetjax.data.trees import is_array
 from hetjax.engines import EngineSpec
 from hetjax.fleet.agree import digest, same
@@ -302,7 +300,7 @@ class Trainer:
         """
         state = checked(state)
         samples = source.samples(lambda size: np.zeros(1, np.int64)) if isinstance(source, Bucketed) else ()
-        with self._in_order(source, "evaluate") as batches:
+        with loops.in_order(source, self.step.limit, "evaluate") as batches:
             return self.step.evaluate(self.answer(state), batches, samples=samples)
 
     def predict(self, state: State, source: Any) -> Tree:
@@ -325,7 +323,7 @@ class Trainer:
                 "predict returns the outputs of all samples as one array in their order, and samples in buckets have "
                 "unequal lengths. Call predict for each bucket's samples, padded to one length, without Bucketed."
             )
-        with self._in_order(source, "predict") as batches:
+        with loops.in_order(source, self.step.limit, "predict") as batches:
             return self.step.predict(self.answer(state), batches)
 
     def stop(self) -> None:
@@ -390,28 +388,6 @@ class Trainer:
 
     def __exit__(self, *exception: Any) -> None:
         self.step.__exit__(*exception)
-
-    @contextmanager
-    def _in_order(self, source: Any, purpose: str) -> Iterator[Iterable[Any]]:
-        """Batches over a source in its own order, prefetched; a stream is passed on."""
-        if is_stream(source):
-            yield source
-            return
-        source = as_source(source)
-        check_finite(source, f"to {purpose} every sample")
-        limit = self.step.limit
-        order: Any = (
-            source.sampler(limit, shuffle=False)
-            if isinstance(source, Bucketed)
-            else Sampler(len(source), limit, shuffle=False)
-        )
-        feed, spans = Feed(source, order), [order.step(0)]
-        while spans[-1].stop < len(source):
-            spans.append(order.step(spans[-1].stop))
-        try:
-            yield (FeedBatch(feed, span, following) for span, following in zip_longest(spans, spans[1:]))
-        finally:
-            feed.close()
 
     def _end(self, cursor: int, sampler: Any, length: Mapping[str, int]) -> int:
         """Return the cursor at which training ends."""
