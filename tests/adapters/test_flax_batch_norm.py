@@ -203,6 +203,7 @@ def test_one_group_trains_and_evaluates_as_flax(options, framework):
     chex.assert_trees_all_close(trained(model), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_converted_linen_layers_train_as_in_flax_and_give_the_same_numbers_for_any_split():
     make = lambda train: LinenNet(linen.BatchNorm, (("momentum", 0.8),), train)
     variables = make(False).init(jax.random.key(0), DATA["x"][:2])
@@ -288,6 +289,7 @@ def test_checkpoints_fit_the_stock_and_the_converted_model():
         np.testing.assert_allclose(target(DATA["x"][0]), source(DATA["x"][0]), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_shared_layer_and_layers_in_lists_keep_their_momentum():
     class Shared(nnx.Module):
         def __init__(self):

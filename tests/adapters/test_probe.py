@@ -249,6 +249,7 @@ def test_counting_masked_rows_is_refused():
         probe(model)
 
 
+@pytest.mark.slow
 def test_spectral_norm_with_momentum_zero_trains_as_in_flax():
     class Net(linen.Module):
         @linen.compact

@@ -89,7 +89,7 @@ def test_the_split_follows_the_shares_of_training():
         state, _ = step(step.init(PARAMS), batch)
         step.flush()
         check(step.predict(state, [batch]), BATCH)
-        engine, packed = step.sessions._open["prediction"].engine, []
+        engine, packed = next(iter(step.sessions._prediction.values())).engine, []
         pack = engine.pack
         engine.pack = lambda *arguments: packed.append(pack(*arguments)) or packed[-1]
         step.predict(state, [batch])
