@@ -217,7 +217,12 @@ def test_converted_linen_layers_train_as_in_flax_and_give_the_same_numbers_for_a
 
 @pytest.mark.parametrize(
     ("sync", "group", "options"),
-    [("groups", BATCH, {}), ("exact", GROUP, {"engine": "masked", "controller": "static", "workers": 3})],
+    [
+        ("groups", BATCH, {}),
+        pytest.param(
+            "exact", GROUP, {"engine": "masked", "controller": "static", "workers": 3}, marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_a_converted_residual_network_trains_as_in_flax(sync, group, options):
     network = ResNet(nnx.Rngs(0))

@@ -77,6 +77,7 @@ def test_frozen_and_integer_parameters_stay_to_the_bit_under_every_sync(name):
         np.testing.assert_allclose(answer.params["head"], alone.params["head"], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_integers_alone_pass_through_every_sync():
     """Without a mark: the floats beside them are trained."""
     for name in ("ring", "daso"):

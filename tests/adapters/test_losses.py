@@ -116,6 +116,7 @@ def test_batch_loss_on_fixed_groups_matches_plain_flax():
     plain_flax.assert_same_model(model.merge(state.params, None), plain)
 
 
+@pytest.mark.slow
 def test_batch_loss_with_dropout_does_not_depend_on_the_split():
     model = hetjax.from_nnx(Contrast(nnx.Rngs(0)), batch_loss=contrast, group=4)
     engines = hetjax.Chunked(rungs=[4, 8, 20]), hetjax.Masked(), hetjax.Looped()

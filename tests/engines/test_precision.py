@@ -111,6 +111,7 @@ def test_float32_is_the_default_to_the_bit():
         assert default[1] == other[1]
 
 
+@pytest.mark.slow
 def test_the_split_changes_no_more_than_rounding():
     runs = [train(controller=RandomPlans(seed), compute_dtype="bfloat16")[0].params for seed in range(3)]
     runs.append(train(1, controller="equal", compute_dtype="bfloat16")[0].params)
@@ -128,7 +129,7 @@ def test_two_kinds_of_device_compute_in_their_own_dtypes(two_kinds):
     np.testing.assert_allclose(found, losses, rtol=1e-3)
 
 
-@pytest.mark.parametrize("train_or_eval", [True, False])
+@pytest.mark.parametrize("train_or_eval", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_sums_are_float32(train_or_eval):
     with Step(loss_fn, OPTIMIZER, compute_dtype={"cpu": "bfloat16"}, **TWO) as step:
         state, _ = step(step.init(PARAMS), DATA[0])

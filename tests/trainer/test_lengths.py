@@ -92,6 +92,7 @@ def test_any_split_is_the_training_of_a_plain_loop(devices, options, plain):
     assert state.cursor == 2 * SAMPLES
 
 
+@pytest.mark.slow
 def test_a_limit_of_tokens_changes_the_steps_but_not_their_split():
     data, losses = source(tokens=32), []
     for devices, controller in [(1, "equal"), (3, "balanced")]:
@@ -117,7 +118,7 @@ def test_a_run_resumes_in_the_middle_of_an_epoch_on_other_workers(plain):
     assert distance(state.params, plain[0]) < 1e-5
 
 
-@pytest.mark.parametrize("controller", ["equal", "balanced"])
+@pytest.mark.parametrize("controller", [pytest.param("equal", marks=pytest.mark.slow), "balanced"])
 def test_nothing_compiles_after_warm_up(controller):
     data = source()
     with trainer_for(2, controller=controller) as trainer:
