@@ -1,5 +1,11 @@
 """Sequences of unequal length: any split trains like a plain loop, in any loop, and nothing compiles on the way."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -187,3 +193,35 @@ def test_what_divides_samples_by_number_is_refused(options):
                    **({"controller": "equal"} if "partition" in options else {}))  # fmt: skip
     with made as trainer, pytest.raises(ValueError, match="unequal length"):
         trainer.fit(trainer.init(params()), source(), epochs=1)
+
+
+PROGRAM = """
+import json, sys
+from hetjax.fleet import initialize, leave
+info = initialize(wait_limit=60)
+import test_lengths as case
+with case.Trainer(case.loss_fn, case.optax.sgd(0.3, momentum=0.9), batch_size=case.BATCH) as trainer:
+    data = case.source()
+    state, history = trainer.fit(trainer.init(case.params()), data, epochs=2)
+    loss = trainer.evaluate(state, data)["loss"]
+if info.first:
+    open(sys.argv[1], "w").write(json.dumps([len(trainer.workers), *history.losses, loss]))
+leave(0, together=True)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_train_like_one(tmp_path):
+    program, found = tmp_path / "program.py", {}
+    program.write_text(PROGRAM)
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    for processes in (1, 2):
+        out = tmp_path / f"{processes}.json"
+        command = [sys.executable, "-m", "hetjax", "launch", "--processes", str(processes), "--", program, out]
+        flags = "--xla_force_host_platform_device_count=1"
+        environment = {**os.environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+        done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+        found[processes] = json.loads(out.read_text())
+    assert (found[1][0], found[2][0]) == (1, 2)
+    np.testing.assert_allclose(found[2][1:], found[1][1:], rtol=1e-5)
