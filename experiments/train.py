@@ -26,9 +26,9 @@ from training import configs, output, partitions, setup
 from training.configs import Config
 from training.takeover import CHECKPOINTS, Takeover, sole_use
 
-from hetjax import checkpoint, report
+from hetjax import checkpoint, processes, report
 from hetjax.environment import RESTART, STARTED
-from hetjax.fleet.agree import Disagreement, gather, same
+from hetjax.fleet.agree import Disagreement, same
 from hetjax.fleet.distributed import initialize, leave
 from hetjax.history import History
 from hetjax.interrupt import stop_on_signals
@@ -68,16 +68,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except KeyboardInterrupt:
         console.print("Stopped immediately; steps since the last checkpoint are lost.", highlight=False)
-        if jax.distributed.is_initialized():  # do not wait for the others, which may block in a collective
+        if processes.count() > 1:  # do not wait for the others, which may block in a collective
             leave(130, together=False)
         return 130
     except jax.errors.JaxRuntimeError as error:
-        if debug or not (jax.distributed.is_initialized() or _OUT_OF_MEMORY in str(error)):
+        if debug or not (processes.count() > 1 or _OUT_OF_MEMORY in str(error)):
             raise
         if _OUT_OF_MEMORY in str(error):
             print(f"error: {str(error).splitlines()[0]} Lower --width, --batch-size or --devices.", file=sys.stderr)
             return 2
-        lost = f"process {jax.process_index()} lost the other processes ({str(error).splitlines()[0]})"
+        lost = f"process {processes.index()} lost the other processes ({str(error).splitlines()[0]})"
         print(f"error: {lost}. Find out which one ended first; --resume continues the run.", file=sys.stderr)
         return 1
     except (Disagreement, ValueError, TypeError, OSError, ImportError, MemoryError, NonFiniteError) as error:
@@ -135,7 +135,7 @@ def run_in(
         chosen = choose(**method)
         name = chosen.name
         summary = train(config, chosen, folder, [folder], devices, simulation, heart, console)
-        if jax.process_index() != 0:
+        if not processes.first():
             return
         drawn = report.report(folder)
         output.show_table([(name, summary)], console)
@@ -149,7 +149,7 @@ def run_in(
         if simulation is not None:  # both runs use the row time measured by the first
             simulation = replace(simulation, row_time=summary["row_time"], step=0, phases=0, overruns=0)
         summaries.append((name, summary))
-    if jax.process_index() != 0:
+    if not processes.first():
         return
     drawn = report.report(folder / "equal", folder / "balanced", page=folder / "report.html")
     output.show_table(summaries, console)
@@ -242,9 +242,9 @@ def train(
                 )
             tested = trainer.evaluate(state, task.test)
     if chosen.sync.name == "daso":  # the history covers only the workers of this process
-        ideals = gather(history.ideal_samples_per_s)
+        ideals = processes.gather(history.ideal_samples_per_s)
         history.ideal_samples_per_s = sum(ideals) if all(ideals) else None
-    if jax.process_index() != 0:
+    if not processes.first():
         return {"row_time": row_time()}
     summary = output.summary(chosen, folder, history, tested, state, follow.seconds, follow.plan_changes) | {
         "row_time": row_time(),

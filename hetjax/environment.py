@@ -2,6 +2,8 @@
 
 COORDINATOR = "HETJAX_COORDINATOR"  # HOST:PORT at which processes reach process 0
 BIND = "HETJAX_BIND"  # HOST:PORT that process 0 listens on
+TRANSPORT = "HETJAX_TRANSPORT"  # how sums travel between processes: auto, mesh or host
+KEY = "HETJAX_KEY"  # file with the key of the fleet
 PROCESSES = "HETJAX_PROCESSES"  # number of processes
 PROCESS = "HETJAX_PROCESS"  # index of this process, from 0
 LOST = "HETJAX_LOST"  # original indices of lost processes, such as 0,2, in an elastic run; unset while all are alive

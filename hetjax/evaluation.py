@@ -14,11 +14,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from hetjax import processes
 from hetjax.data.batches import HostBatch, as_batch, sample_of
 from hetjax.devices.workers import Workers
 from hetjax.engines.clocks import LocalResult
 from hetjax.engines.session import Session
-from hetjax.fleet.agree import digest, gather_rows, same
+from hetjax.fleet.agree import digest, same
 from hetjax.pipeline import Pipeline, packed_rows
 from hetjax.planning.allocation import solve
 from hetjax.planning.controllers.base import Plan
@@ -116,7 +117,7 @@ def outputs_over(
 def _placed(leaves: Sequence[Any], workers: Workers) -> Replicas:
     """The parameters on the device of every local worker."""
     here = [x if getattr(x, "is_fully_addressable", True) else x.addressable_data(0) for x in leaves]
-    leaves_w = [jax.device_put(here, workers.devices[i]) for i in workers.local]
+    leaves_w = [jax.device_put(here, device) for device in workers.own]
     return Replicas(leaves_w, [own[-1] for own in leaves_w], lambda: None)
 
 
@@ -133,11 +134,10 @@ def _valid_rows(results: list[LocalResult], outputs: int) -> list[list[np.ndarra
 def _from_all(own: list[np.ndarray], counts_SxW: np.ndarray, workers: Workers) -> list[np.ndarray]:
     """The outputs of all processes, in the order of the samples."""
     same(plans_of_the_prediction=digest(counts_SxW))
-    process_W = np.array([device.process_index for device in workers.devices])
-    process = np.repeat(np.tile(process_W, len(counts_SxW)), counts_SxW.ravel())  # of each sample
-    rows_P = np.bincount(process, minlength=jax.process_count()).tolist()
+    process = np.repeat(np.tile(workers.process_W, len(counts_SxW)), counts_SxW.ravel())  # of each sample
+    rows_P = np.bincount(process, minlength=processes.count()).tolist()
     order = np.argsort(np.argsort(process, kind="stable"))  # of each sample in those of process 0, then 1, ...
-    return [np.concatenate(gather_rows(array, rows_P))[order] for array in own]
+    return [np.concatenate(processes.gather_rows(array, rows_P))[order] for array in own]
 
 
 def _split(session: Session, batch: int, shares_W: np.ndarray) -> Plan:

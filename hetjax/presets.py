@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hetjax import sync as syncs
-from hetjax.devices.workers import Workers, device_kind
+from hetjax.devices.workers import Workers
 from hetjax.engines import EngineSpec, as_spec
 from hetjax.fleet.agree import same_start
 from hetjax.planning import controllers
@@ -154,7 +154,7 @@ def choose(
 def for_workers(controller: Controller, workers: Workers) -> Controller:
     """Return the controller set up for these workers: shares by kind of device become shares by worker."""
     if hasattr(controller, "for_kinds"):
-        controller.for_kinds([device_kind(device) for device in workers.devices])
+        controller.for_kinds([worker.kind for worker in workers.members])
     return controller
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from hetjax import presets
+from hetjax import presets, processes
 from hetjax.adapters.probe import check_model_state, probe_indices, warn_of_idle_workers
 from hetjax.data.batches import is_like
 from hetjax.devices.workers import Workers
@@ -209,12 +209,12 @@ class Sessions:
     def _check_model(self, state: State, sample: Tree, sync: Sync) -> None:
         """Refuse a model state that would be trained wrong, and warn of workers left idle, before compiling."""
         if sync.stepped and not self._training:  # otherwise a batch belongs to one worker; said once
-            nodes = jax.process_count() if sync.by_node else 1
+            nodes = processes.count() if sync.by_node else 1
             warn_of_idle_workers(self.batch_size, self.quantum, len(self.workers) * nodes)
         if state.model_state is not None:
             chosen = probe_indices(len(jax.tree.leaves(sample)[0]), self.quantum)
             rows = jax.tree.map(lambda x: x[chosen], sample)
-            check_model_state(self.loss_fn, self.advance, state, rows, self.workers.devices[self.workers.local[0]])
+            check_model_state(self.loss_fn, self.advance, state, rows, self.workers.own[0])
 
 
 def _reopen(sessions: dict[str, Session], keys: Sequence[str], open_one: Callable[[int], Session]) -> list[Session]:

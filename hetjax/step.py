@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from hetjax import presets
+from hetjax import presets, processes
 from hetjax.adapters import nnx_optimizer
 from hetjax.adapters.probe import sample_size
 from hetjax.arguments import MOST_SAMPLES, MOST_SEED, check_function, number, whole
@@ -147,7 +147,7 @@ class Step:
         self.advance, self.ema_decay = advance or running_average(), ema_decay
         self.epoch_size = None if epoch_size is None else whole("epoch_size", epoch_size, 1, MOST_SAMPLES)
         self.epochs = None if epochs is None else whole("epochs", epochs, 1)
-        self.nonfinite = NonFinitePolicy(on_nonfinite, max_skips, jax.process_index() if self.sync.by_node else None)
+        self.nonfinite = NonFinitePolicy(on_nonfinite, max_skips, processes.index() if self.sync.by_node else None)
         self.wait_limit = number("wait_limit", wait_limit, above=0)
         self.simulation = as_simulation(speeds, len(self.workers))
         self.requests = Requests()
@@ -227,9 +227,8 @@ class Step:
         if not self.workers.several_processes:
             yield from loader
             return
-        process_W = [device.process_index for device in self.workers.devices]
         first = 0 if self._pipeline is None else self._pipeline.next - self._first
-        yield from until_shortest(loader, self.requests, lambda step: self._left[step], process_W, first)
+        yield from until_shortest(loader, self.requests, lambda step: self._left[step], self.workers.process_W, first)
 
     def evaluate(self, state: AnyState, batches: Iterable[Any], *, samples: Sequence[Tree] = ()) -> dict[str, Value]:
         """Compute the mean loss and metrics over all samples of the batches, split like the training steps.

@@ -6,10 +6,9 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
-from hetjax import loops, presets
+from hetjax import loops, presets, processes
 from hetjax import sync as syncs
 from hetjax.adapters.probe import probe_indices
 from hetjax.arguments import MOST_SAMPLES, MOST_SEED, check_batch_size, check_hooks, whole
@@ -370,7 +369,7 @@ class Trainer:
                     f"The run was started with {name}={saved[name]} and cannot go on with {mine}: its steps would "
                     "differ. Resume with the same value, or start a new run."
                 )
-        others = self.sync.by_node and jax.process_index() > 0  # the saved one belongs to the first node's workers
+        others = self.sync.by_node and not processes.first()  # the saved one belongs to the first node's workers
         if saved["controller"].get("controller") == self.controller.name and not others:
             self.controller.load_state_dict(saved["controller"])  # another controller starts afresh
         self._sampler, self._order = None, saved["order"]

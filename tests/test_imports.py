@@ -13,7 +13,7 @@ PACKAGE = Path(hetjax.__file__).parent
 
 # From the bottom up: a part imports from itself and from earlier rows only.
 ORDER = [
-    {"arguments", "environment", "plain_state", "thinning"},
+    {"arguments", "environment", "plain_state", "processes", "thinning"},
     {"planning", "devices", "interrupt", "state"},
     {"sampling"},
     {"reduce", "report"},

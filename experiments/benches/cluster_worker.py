@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import optax
 
-from hetjax.fleet.agree import gather
+from hetjax import processes
 from hetjax.fleet.distributed import initialize, leave
 from hetjax.history import History, Record
 from hetjax.planning import controllers
@@ -87,13 +87,13 @@ def solo_rates(trainer: Trainer, state: State, data: Any, quotas: Sequence[float
     counts_W = np.floor(trainer.batch_size * np.asarray(quotas) / sum(quotas)).astype(np.int64)
     batch = {name: values[: trainer.batch_size] for name, values in data.items()}
     run = trainer.step.local_phases(state, batch, counts_W)
-    gather("ready")
+    processes.gather("ready")
     began, rounds = time.perf_counter(), 0
     while time.perf_counter() < began + seconds:
         run()
         rounds += 1
     rate = rounds * int(counts_W[list(trainer.workers.local)].sum()) / (time.perf_counter() - began)
-    return [rate for _, rate in sorted(gather([jax.process_index(), rate]))]
+    return [rate for _, rate in sorted(processes.gather([processes.index(), rate]))]
 
 
 def swapped(quotas: Sequence[float]) -> list[float]:

@@ -18,7 +18,7 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 
-from hetjax import Chunked  # noqa: E402
+from hetjax import Chunked, processes  # noqa: E402
 from hetjax.adapters.contract import Example  # noqa: E402
 from hetjax.data import load  # noqa: E402
 from hetjax.data.catalog import synthetic_source  # noqa: E402
@@ -109,7 +109,7 @@ def main(spec: dict[str, Any]) -> None:
         journal = [record._asdict() for record in sync.reduce.journal] if isinstance(sync, Daso) else []
         exchanges, size = len(journal), sum(record["bytes"] for record in journal)
         if not isinstance(sync, Daso):  # one all-reduce of gradients per step
-            exchanges, size = steps, steps * bytes_sent("total", jax.tree.leaves(snapshots[0]), jax.process_count())
+            exchanges, size = steps, steps * bytes_sent("total", jax.tree.leaves(snapshots[0]), processes.count())
         result = {"epochs": epochs, "journal": journal, "exchanges": exchanges, "bytes": size}
         print("result", json.dumps(result), flush=True)
     leave(0, together=True)

@@ -9,14 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.table import Table
 from training.configs import Config
 
-from hetjax import checkpoint, report
+from hetjax import checkpoint, processes, report
 from hetjax.history import History
 from hetjax.presets import Choice
 from hetjax.state import State
@@ -36,7 +35,7 @@ def quiet_logs(console: Console, debug: bool) -> None:
 
 def write_config(config: Config, folder: Path) -> None:
     """Write config.json, in process 0."""
-    if jax.process_index() == 0:
+    if processes.first():
         folder.mkdir(parents=True, exist_ok=True)
         report.write_json(folder / "config.json", config.flat())
 
@@ -44,7 +43,7 @@ def write_config(config: Config, folder: Path) -> None:
 @contextmanager
 def log_file(folder: Path, mode: str) -> Iterator[None]:
     """Write hetjax's log to log.txt in the run folder, in process 0."""
-    if jax.process_index() != 0:
+    if not processes.first():
         yield
         return
     handler = logging.FileHandler(folder / "log.txt", mode, encoding="utf-8")
@@ -59,7 +58,7 @@ def log_file(folder: Path, mode: str) -> Iterator[None]:
 
 def trackers(config: Config, name: str, folder: Path, done: int) -> report.Tracker:
     """Return the trackers that the flags ask for; none outside process 0."""
-    if jax.process_index() != 0:
+    if not processes.first():
         return report.Composite()
     chosen: list[report.Tracker] = [report.JsonlTracker(folder, done=done)]
     if config.output.tensorboard:

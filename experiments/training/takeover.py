@@ -8,12 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import jax
 from training import output, partitions
 from training.configs import Config
 
-from hetjax import checkpoint
-from hetjax.fleet.agree import gather
+from hetjax import checkpoint, processes
 from hetjax.sampling.blocks import Blocks
 
 CHECKPOINTS = "checkpoints"
@@ -25,12 +23,12 @@ def sole_use(folder: Path) -> Iterator[None]:
     """Lock the folder against other runs: process 0, which writes, holds the lock; all processes raise on failure."""
     lock, refusal = checkpoint.FolderLock(folder), None
     try:
-        if jax.process_index() == 0:
+        if processes.first():
             try:
                 lock.hold()
             except OSError as error:
                 refusal = str(error)
-        if (refusal := gather(refusal)[0]) is not None:
+        if (refusal := processes.gather(refusal)[0]) is not None:
             raise checkpoint.InUse(refusal)
         yield
     finally:
@@ -57,7 +55,7 @@ class Takeover:
         if self.done:
             return
         self.done = True
-        if jax.process_index() != 0:
+        if not processes.first():
             return
         for folder in self.replaces:
             remove_resumable(folder)

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hetjax import processes
 from hetjax.checkpoint.contents import read_snapshot
 from hetjax.checkpoint.folder import Damaged, stored
-from hetjax.checkpoint.snapshot import RunSnapshot, broadcast_bytes, rebuild
-from hetjax.fleet.agree import gather
+from hetjax.checkpoint.snapshot import RunSnapshot, rebuild
 from hetjax.state import State
 
 log = logging.getLogger("hetjax")
@@ -97,7 +96,7 @@ def _resume(snapshot: RunSnapshot, like: State, trainer: Restorable) -> Restored
         restored = Restored(trainer.load_state_dict(snapshot.run["trainer"], state), snapshot.run["extra"])
     except (KeyError, IndexError, TypeError, AttributeError) as error:  # a mismatch with `like` is a ValueError
         cause = error
-    causes = [each for each in gather(cause and f"{type(cause).__name__}: {cause}") if each is not None]
+    causes = [each for each in processes.gather(cause and f"{type(cause).__name__}: {cause}") if each is not None]
     if restored is None or causes:
         raise Damaged(f"The checkpoint {snapshot.origin} is incomplete or malformed ({causes[0]}).") from cause
     return restored
@@ -119,11 +118,11 @@ def _newest_intact(folder: Path, unusable: Sequence[str]) -> RunSnapshot | None:
 
 def _on_all_processes(read: Callable[[], RunSnapshot | None]) -> RunSnapshot | None:
     """What process 0 reads, or its error, on all processes."""
-    if jax.process_count() == 1:
+    if processes.count() == 1:
         return read()
     message: dict[str, Any] = {}
     snapshot, failure = None, None
-    if jax.process_index() == 0:
+    if processes.first():
         try:
             snapshot = read()
         except (ValueError, OSError) as error:
@@ -131,7 +130,7 @@ def _on_all_processes(read: Callable[[], RunSnapshot | None]) -> RunSnapshot | N
         kinds = [] if snapshot is None else [[array.dtype.name, array.shape] for array in snapshot.arrays]
         message = {"failure": failure and str(failure), "run": snapshot and snapshot.run, "kinds": kinds}
         message["origin"] = snapshot and snapshot.origin
-    message = json.loads(broadcast_bytes(json.dumps(message).encode()))
+    message = json.loads(processes.broadcast_bytes(json.dumps(message).encode()))
     if failure is not None:
         raise failure
     if message["failure"] is not None:
@@ -145,5 +144,5 @@ def _on_all_processes(read: Callable[[], RunSnapshot | None]) -> RunSnapshot | N
 
 
 def _broadcast_array(array: np.ndarray | None, dtype: str, shape: list[int]) -> np.ndarray:
-    content = broadcast_bytes(None if array is None else array.tobytes())
+    content = processes.broadcast_bytes(None if array is None else array.tobytes())
     return np.frombuffer(content, jnp.dtype(dtype)).reshape(shape)

@@ -10,8 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import jax
-
+from hetjax import processes
 from hetjax.arguments import whole
 from hetjax.checkpoint.contents import import_orbax, write_snapshot
 from hetjax.checkpoint.folder import prepare, write
@@ -105,7 +104,7 @@ class Saver:
         self._writing: threading.Thread | None = None
         self._failure: Exception | None = None
         self._lock = FolderLock(self.folder)
-        if jax.process_index() == 0:
+        if processes.first():
             prepare(self.folder, self._lock)
             import_orbax()
 
@@ -114,7 +113,7 @@ class Saver:
             self._finish()
         if record.save or (self.steps is not None and state.step % self.steps == 0):
             self.save(record, state)
-        elif self.seconds is not None and jax.process_index() == 0 and self._elapsed() >= self.seconds:
+        elif self.seconds is not None and processes.first() and self._elapsed() >= self.seconds:
             self.trainer.ask_to_save()
 
     def _elapsed(self) -> float:

@@ -10,14 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from hetjax import processes
 from hetjax.devices.compile import expected
 from hetjax.state import State
 
 Tree = Any
 _CORE = ("params", "model_state", "opt_state", "ema")
-_CHUNK = 2**26  # bytes broadcast at a time
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ def take(state: State, memory: Mapping[str, Any], extra: Mapping[str, Any]) -> R
     more: list[Any] = []
     outline = _outline(state.more, state, more)
     arrays = [host_copy(_key_data(leaf)) for leaf in leaves + more]
-    if jax.process_index() != 0:
+    if not processes.first():
         return None
     run = {
         "step": state.step,
@@ -99,36 +98,8 @@ def host_copy(leaf: Any) -> np.ndarray | None:
         with expected():
             gathered = multihost_utils.process_allgather(leaf, tiled=True)
     else:
-        gathered = leaf if jax.process_index() == 0 else None
-    return np.array(gathered) if jax.process_index() == 0 else None
-
-
-def broadcast_bytes(content: bytes | None) -> bytes:
-    """Broadcast the bytes of process 0 to all processes. Collective, outside of steps."""
-    if jax.process_count() == 1:
-        assert content is not None
-        return content
-    content = b"" if content is None else content
-    size = int.from_bytes(_broadcast_chunk(len(content).to_bytes(8, "little"), 8), "little")
-    chunks = [
-        _broadcast_chunk(content[start : start + _CHUNK], min(_CHUNK, size - start)) for start in range(0, size, _CHUNK)
-    ]
-    return b"".join(chunks)
-
-
-def _broadcast_chunk(chunk: bytes, size: int) -> bytes:
-    """A sum to which only process 0 contributes, over one device of each process."""
-    devices = {device.process_index: device for device in reversed(jax.devices())}
-    mesh = Mesh([devices[process] for process in sorted(devices)], ("process",))
-    own = np.zeros((1, size), np.uint8)
-    if jax.process_index() == 0:
-        own[0] = np.frombuffer(chunk, np.uint8)
-    placed = jax.device_put(own, devices[jax.process_index()])
-    sharded, replicated = (NamedSharding(mesh, PartitionSpec(*axis)) for axis in (("process",), ()))
-    stacked = jax.make_array_from_single_device_arrays((len(devices), size), sharded, [placed])
-    with expected():
-        total = jax.jit(lambda x: x.sum(0, dtype=np.uint8), out_shardings=replicated)(stacked)
-    return np.asarray(total.addressable_data(0)).tobytes()
+        gathered = leaf if processes.first() else None
+    return np.array(gathered) if processes.first() else None
 
 
 def _named_leaves(state: State) -> tuple[list[str], list[Any]]:

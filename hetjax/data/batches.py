@@ -12,9 +12,9 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 
+from hetjax import processes
 from hetjax.data.prefetch import Feed, Rows, fetch_positions
 from hetjax.data.trees import is_numbers
-from hetjax.fleet.agree import gather
 from hetjax.reduce.layout import MANY
 from hetjax.sampling.order import Span
 
@@ -198,7 +198,7 @@ def until_shortest(
     """
     source = iter(loader)
     ahead = deque(islice(source, MANY + 1))
-    left_P = np.array(gather(min(len(ahead), MANY)))
+    left_P = np.array(processes.gather(min(len(ahead), MANY)))
     steps, short = 0, np.flatnonzero(left_P < MANY)
     while not len(short) or steps < left_P.min():
         if steps >= MANY:

@@ -7,12 +7,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
+from hetjax import processes
 from hetjax.data.memory import MemorySource, as_source
 from hetjax.data.source import Batch, Source, check_finite, fetch
-from hetjax.fleet.agree import digest, gather
+from hetjax.fleet.agree import digest
 from hetjax.sampling.blocks import Blocks, class_balanced_blocks, random_blocks
 from hetjax.sampling.submodular import flat_features, principal_components, submodular_blocks
 from hetjax.sampling.submodular.features import k_means
@@ -82,12 +82,11 @@ def shared_blocks(make: Callable[[], Blocks | None]) -> Blocks | None:
 
     Machines may round differently, and a submodular partition can take minutes.
     """
-    gather(None)  # connect before the long wait: connecting times out after 30 s, a connected process at `wait_limit`
     message = None
-    if jax.process_index() == 0 and (made := make()) is not None:
+    if processes.first() and (made := make()) is not None:
         arrays = (made.owner_D, made.classes_D, made.rates_W)
         message = [*(array.tolist() for array in arrays), dict(made.settings)]
-    first = gather(message)[0]
+    first = processes.gather(message)[0]
     return None if first is None else Blocks(*first)
 
 

@@ -54,7 +54,9 @@ def fake_devices(count: int | None = None) -> list[jax.Device]:
 
 
 def devices_of_all(count: int | None = None, spare: int = 0) -> list[jax.Device]:
-    """The devices of all processes, grouped by process. Call after `hetjax.fleet.distributed.initialize`.
+    """The devices of this process, or of all processes where one JAX backend spans them, grouped by process.
+
+    Call after `hetjax.fleet.distributed.initialize`.
 
     Args:
         count: Number of devices per process. Default: all; on CPU, 1.

@@ -6,11 +6,14 @@ import math
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
-from hetjax.devices.workers import Workers
+from hetjax import processes
+
+if TYPE_CHECKING:
+    from hetjax.devices.workers import Workers
 
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # cgroup v2 and v1
 SAFE_SHARE = 0.9  # allocators need headroom, and other buffers (optimizer, next batch) exist besides the program
@@ -52,18 +55,18 @@ def size(tree: Any) -> int:
 def check_parameters(params: Any, trained: Any, workers: Workers) -> None:
     """Raise ValueError if parameters and gradients (of those trained) do not fit on a local worker's device."""
     for worker in workers.local:
-        room = available(workers.devices[worker], len(workers.local))
+        room = available(workers.device(worker), len(workers.local))
         if room is not None and size(params) + size(trained) > room:
             raise ValueError(
                 f"The parameters take {gib(size(params))}, and their gradient {gib(size(trained))}, but worker "
-                f"{worker} ({workers.devices[worker]}) has {gib(room)}. Use a smaller model, or fewer workers on this "
+                f"{worker} ({workers.device(worker)}) has {gib(room)}. Use a smaller model, or fewer workers on this "
                 "host."
             )
 
 
 def check_batch(batch: int, row: Any) -> None:
     """Raise ValueError if this process's share of a batch exceeds host memory; `row`: shapes of one sample."""
-    rows, room = batch // jax.process_count(), host()
+    rows, room = batch // processes.count(), host()
     if room is not None and rows * size(row) > room:
         raise ValueError(
             f"The {rows:,} samples of a step take {gib(rows * size(row))}, and this machine has {gib(room)} of memory. "

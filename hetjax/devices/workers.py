@@ -1,16 +1,19 @@
-"""The workers of a run: one per JAX device along the mesh axis `data`, across all processes."""
+"""The workers of a run: one per device of every process, and the mesh over those that one program can span."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from hetjax import processes
+from hetjax.devices import memory
 
 Tree = Any
 AXIS = "data"
@@ -21,59 +24,134 @@ def device_kind(device: jax.Device) -> str:
     return f"{device.platform}:{device.device_kind}"
 
 
-def _by_process(device: jax.Device) -> tuple[int, int]:
-    return device.process_index, device.id
+@dataclass(frozen=True)
+class Worker:
+    """One worker as all processes know it."""
+
+    process: int
+    platform: str
+    kind: str  # see `device_kind`
+    name: str  # of its device, for messages
+    memory: int | None = None  # bytes it may use; None: unknown
 
 
 @dataclass(frozen=True)
 class Workers:
-    """All workers in global order, the same on every process; `local` holds the indices of this process's workers."""
+    """All workers in global order, the same on every process, and the devices of those that this process drives.
 
-    devices: tuple[jax.Device, ...]
+    Attributes:
+        members: all workers, grouped by process.
+        own: the devices of this process's workers.
+        spanning: the devices of all workers, where one JAX backend spans all processes; otherwise None.
+        process: index of this process among those of the members.
+    """
+
+    members: tuple[Worker, ...]
+    own: tuple[jax.Device, ...]
+    spanning: tuple[jax.Device, ...] | None = None
+    process: int = 0
 
     @classmethod
     def of(cls, devices: Sequence[jax.Device] | None) -> Workers:
-        """Check a list of devices; None stands for all devices, ordered by process."""
+        """Make one worker of every device. With several processes that have their own backends, this is collective.
+
+        Args:
+            devices: devices of this process, or of all processes where one JAX backend spans them. Default: all.
+
+        Raises:
+            TypeError: if these are no devices.
+            ValueError: if a device is listed twice, or a process has no worker.
+        """
         if not (devices is None or isinstance(devices, Iterable)) or isinstance(devices, str):
             raise TypeError(f"devices is {devices!r}: expected a list of JAX's devices, such as jax.devices()[:2].")
         chosen = tuple(sorted(jax.devices(), key=_by_process) if devices is None else devices)
         if invalid := [device for device in chosen if not isinstance(device, jax.Device)]:
             raise TypeError(f"devices holds {invalid[0]!r}: expected JAX's devices, such as jax.devices()[:2].")
-        if not chosen:
-            raise ValueError("No devices were given: pass at least one, or None for all devices.")
         if len(set(chosen)) != len(chosen):
             raise ValueError(f"A device is listed twice in {list(chosen)}: each worker needs a device of its own.")
-        processes = [d.process_index for d in chosen]
-        if len(list(itertools.groupby(processes))) > len(set(processes)):
-            raise ValueError(f"Devices of one process must be adjacent in the list; got processes {processes}.")
-        if jax.process_index() not in processes:
+        if processes.by_host():
+            return cls._gathered(chosen)
+        if not chosen:
+            raise ValueError("No devices were given: pass at least one, or None for all devices.")
+        process_W = [device.process_index for device in chosen]
+        if len(set(process_W)) > 1 and processes.link() is None:
             raise ValueError(
-                f"Process {jax.process_index()} of {jax.process_count()} has no worker: the given devices belong to "
-                f"processes {sorted(set(processes))}. Give every process a device, or start fewer processes."
+                "This program called jax.distributed.initialize itself, so hetjax cannot reach the other processes. "
+                "Call hetjax.fleet.initialize(transport='mesh') instead."
             )
-        return cls(chosen)
+        if len(list(itertools.groupby(process_W))) > len(set(process_W)):
+            raise ValueError(f"Devices of one process must be adjacent in the list; got processes {process_W}.")
+        me = processes.index()
+        if me not in process_W:
+            raise ValueError(
+                f"Process {me} of {processes.count()} has no worker: the given devices belong to processes "
+                f"{sorted(set(process_W))}. Give every process a device, or start fewer processes."
+            )
+        own = tuple(device for device in chosen if device.process_index == me)
+        members = tuple(_described(device, device.process_index) for device in chosen)
+        return cls(members, own, chosen if len(own) < len(chosen) else None, me)
+
+    @classmethod
+    def _gathered(cls, own: tuple[jax.Device, ...]) -> Workers:
+        """The workers of all processes, each of which has its own backend."""
+        me = processes.index()
+        gathered = processes.gather([astuple(_described(device, me)) for device in own])
+        if idle := [process for process, theirs in enumerate(gathered) if not theirs]:
+            raise ValueError(
+                f"Process {', '.join(map(str, idle))} of {processes.count()} has no worker. Give every process a "
+                "device, or start fewer processes."
+            )
+        return cls(tuple(Worker(*row) for theirs in gathered for row in theirs), own, None, me)
+
+    def part(self, start: int, stop: int) -> Workers:
+        """The workers from `start` to `stop` of a single process."""
+        return Workers(self.members[start:stop], self.own[start:stop], None, self.process)
 
     def __len__(self) -> int:
-        return len(self.devices)
+        return len(self.members)
 
     @cached_property
     def local(self) -> tuple[int, ...]:
         """Indices of this process's workers."""
-        return tuple(i for i, d in enumerate(self.devices) if d.process_index == jax.process_index())
+        return tuple(i for i, member in enumerate(self.members) if member.process == self.process)
+
+    def device(self, worker: int) -> jax.Device:
+        """The device of a worker of this process."""
+        return self.own[worker - self.local[0]]
 
     @property
     def several_processes(self) -> bool:
         """Whether some workers belong to other processes."""
-        return len(self.local) < len(self)
+        return len(self.own) < len(self)
+
+    @property
+    def by_host(self) -> bool:
+        """Whether processes have their own backends, so that sums travel between them by way of the hosts."""
+        return self.several_processes and self.spanning is None
+
+    @cached_property
+    def process_W(self) -> np.ndarray:
+        """The process of each worker."""
+        return np.array([member.process for member in self.members])
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
         """Kinds of devices, in order of first appearance."""
-        return tuple(dict.fromkeys(device_kind(d) for d in self.devices))
+        return tuple(dict.fromkeys(member.kind for member in self.members))
+
+    @cached_property
+    def own_kinds(self) -> tuple[str, ...]:
+        """Kinds of this process's devices."""
+        return tuple(dict.fromkeys(self.members[i].kind for i in self.local))
+
+    @property
+    def meshed(self) -> tuple[jax.Device, ...]:
+        """The devices that one program can span: those of all workers, or only of this process's."""
+        return self.own if self.spanning is None else self.spanning
 
     @cached_property
     def mesh(self) -> Mesh:
-        return Mesh(np.array(self.devices), (AXIS,), axis_types=(AxisType.Auto,))
+        return Mesh(np.array(self.meshed), (AXIS,), axis_types=(AxisType.Auto,))
 
     @cached_property
     def sharded(self) -> NamedSharding:
@@ -86,7 +164,7 @@ class Workers:
 
     def replicate(self, tree: Tree) -> Tree:
         """Replicate a tree of arrays, identical in every process, on all workers."""
-        if not self.several_processes:
+        if self.spanning is None:
             return jax.device_put(tree, self.replicated)
 
         def put(x: Any) -> jax.Array:
@@ -97,17 +175,15 @@ class Workers:
         return jax.tree.map(put, tree)
 
     def stack(self, parts: Sequence[jax.Array]) -> jax.Array:
-        """Assemble a global array [workers, ...] from local parts [1, ...], each already on its worker's device."""
-        shape = (len(self), *parts[0].shape[1:])
+        """Assemble an array [meshed workers, ...] from local parts [1, ...], each already on its worker's device."""
+        shape = (len(self.meshed), *parts[0].shape[1:])
         return jax.make_array_from_single_device_arrays(shape, self.sharded, list(parts))
 
     def from_host(self, parts: Sequence[np.ndarray]) -> jax.Array:
-        """Assemble a global array [workers, ...] from one host array [...] per local worker."""
-        if not self.several_processes:
+        """Assemble an array [meshed workers, ...] from one host array [...] per local worker."""
+        if self.spanning is None:
             return jax.device_put(np.stack(parts), self.sharded)
-        return self.stack(
-            [jax.device_put(part[None], self.devices[i]) for part, i in zip(parts, self.local, strict=True)]
-        )
+        return self.stack([jax.device_put(part[None], device) for part, device in zip(parts, self.own, strict=True)])
 
     def pieces(self, array: jax.Array) -> list[jax.Array]:
         """The single-device shards of a global array in this process, in the order of `local`.
@@ -121,3 +197,11 @@ class Workers:
         leaves, treedef = jax.tree.flatten(tree)
         pieces = [self.pieces(leaf) for leaf in leaves]
         return [jax.tree.unflatten(treedef, [piece[k] for piece in pieces]) for k in range(len(self.local))]
+
+
+def _by_process(device: jax.Device) -> tuple[int, int]:
+    return device.process_index, device.id
+
+
+def _described(device: jax.Device, process: int) -> Worker:
+    return Worker(process, device.platform, device_kind(device), str(device), memory.available(device))

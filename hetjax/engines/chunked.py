@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from hetjax import processes
 from hetjax.adapters.contract import COUNT, EPOCH, POSITION, SEED, control
 from hetjax.data.prefetch import Rows
 from hetjax.devices import memory
@@ -31,7 +32,6 @@ from hetjax.devices.workers import Workers, device_kind
 from hetjax.engines.base import Program
 from hetjax.engines.clocks import Clocks, LocalResult
 from hetjax.engines.ladder import Ladder
-from hetjax.fleet.agree import gather
 from hetjax.planning.ladder_costs import PriceList, common_rungs, geometric_rungs
 from hetjax.planning.limits import Limits
 from hetjax.reduce.base import Replicas
@@ -78,7 +78,7 @@ class ChunkedEngine:
         self.max_rows_W = np.minimum(self.capacity_W, self.capacity_W if max_rows_W is None else max_rows_W)
         self.fitting_W = self.max_rows_W.copy()  # the same, but falls where this process runs out of memory
         self._lock = threading.Lock()  # limits change between steps, and on the thread of a worker out of memory
-        self.devices = [workers.devices[i] for i in workers.local]
+        self.devices = list(workers.own)
         several = workers.several_processes  # all need the same rungs, so the ladder does not grow
         self.ladders: dict[str, Ladder] = {}
         self._zeros: dict[jax.Device, Any] = {}
@@ -102,7 +102,7 @@ class ChunkedEngine:
                 complete=complete or rungs is not None or several,
                 priced_by_rows=priced_by_rows,
             )
-        self._remote = self._price(gather if several else lambda value: [value])
+        self._remote = self._price(processes.gather if several else lambda value: [value])
         self._background = ThreadPoolExecutor(1, thread_name_prefix="hetjax-ladder")
         self.growing: Future | None = None  # background search for a further rung, and its compile
         self._counts_W, self._settled = np.zeros(len(workers), np.int64), 0
@@ -116,8 +116,8 @@ class ChunkedEngine:
         With several processes the whole ladder is compiled before the first step, so it is coarse: up to twice an equal
         share, with small rungs to cover the counts in between.
         """
-        limits = [rows for rows, device in zip(self.max_rows_W, self.workers.devices, strict=True)
-                  if device_kind(device) == kind]  # fmt: skip
+        limits = [rows for rows, worker in zip(self.max_rows_W, self.workers.members, strict=True)
+                  if worker.kind == kind]  # fmt: skip
         share = -(-int(self.capacity_W.max()) // len(self.workers))
         share = -(-share // self.quantum) * self.quantum  # every worker gets this before the first timing
         if several:
@@ -145,7 +145,7 @@ class ChunkedEngine:
         """
         have = {kind: sorted(map(int, ladder.programs)) for kind, ladder in self.ladders.items()}
         have_by_process = gather(have)
-        me = jax.process_index() if len(have_by_process) > 1 else 0
+        me = processes.index() if len(have_by_process) > 1 else 0
         mine = {kind: rungs for kind, (owner, rungs) in common_rungs(have_by_process).items() if owner == me}
         measured = {kind: self.ladders[kind].measure(rungs).plain() for kind, rungs in mine.items()}
         agreed: dict[str, PriceList] = {}
@@ -157,7 +157,7 @@ class ChunkedEngine:
 
     def _update_limits(self) -> None:
         """Rebuild the limits of plans, which all processes agree on, and the price staircases of the workers."""
-        kind_W = [device_kind(device) for device in self.workers.devices]
+        kind_W = [worker.kind for worker in self.workers.members]
         grouped = lambda rows_W: list(zip(kind_W, rows_W.tolist(), self.capacity_W.tolist(), strict=True))
         agreed_W, own_W = grouped(self.max_rows_W), grouped(self.fitting_W)
         lists = self._price_lists()
@@ -222,7 +222,7 @@ class ChunkedEngine:
 
     def _next_rung(self, counts_W: np.ndarray) -> tuple[Ladder, int, Any] | None:
         for kind, ladder in self.ladders.items():
-            mine = [i for i, device in enumerate(self.workers.devices) if device_kind(device) == kind]
+            mine = [i for i, worker in enumerate(self.workers.members) if worker.kind == kind]
             rung = ladder.next_rung([int(counts_W[i]) for i in mine], [int(self.max_rows_W[i]) for i in mine])
             if rung is not None:
                 self.compiling = any(device.platform == "cpu" for device in self.devices)
@@ -237,7 +237,7 @@ class ChunkedEngine:
 
     def chunks(self, rows: Rows, epoch: int, worker: int, start: int, count: int, seed: int) -> list[Chunk]:
         """Lay out `count` samples from position `start` of an epoch for one worker."""
-        device, chunks, done = self.workers.devices[worker], [], 0
+        device, chunks, done = self.workers.device(worker), [], 0
         for rung in self._stairs_W[worker].chunks(count):
             ctl = control(min(rung, count - done), seed=seed, epoch=epoch, position=start + done)
             block = rows.block(start + done, rung)
@@ -281,7 +281,7 @@ class ChunkedEngine:
 
     def _lower(self, worker: int, rung: int, error: Exception) -> None:
         """Keep a worker to smaller chunks than `rung` rows, which did not fit into its memory."""
-        device = self.workers.devices[worker]
+        device = self.workers.device(worker)
         limit = self.ladders[device_kind(device)].below(rung)
         if limit is None:
             raise MemoryError(

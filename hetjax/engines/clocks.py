@@ -78,7 +78,7 @@ class Clocks:
                 results.append(future.result(timeout=max(0.0, deadline - time.monotonic())))
             except FutureTimeout:
                 raise TimeoutError(
-                    f"Worker {worker} ({self.workers.devices[worker]}) did not finish its local phase within "
+                    f"Worker {worker} ({self.workers.device(worker)}) did not finish its local phase within "
                     f"{self.wait_limit:.0f} s. Its device may hang; raise wait_limit if steps can take that long."
                 ) from None
         return results

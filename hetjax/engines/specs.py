@@ -67,10 +67,10 @@ class EngineSpec:
         Raises:
             ValueError: if the engine cannot run on these workers.
         """
-        if len(workers.kinds) > 1:
+        if len(workers.own_kinds) > 1:
             raise ValueError(
                 f"The {self.name} engine is one program over all workers, which XLA cannot compile for devices of "
-                f"several kinds ({', '.join(workers.kinds)}). Use engine='chunked' (or 'auto')."
+                f"several kinds ({', '.join(workers.own_kinds)}). Use engine='chunked' (or 'auto')."
             )
         return self, "as requested"
 
@@ -136,7 +136,7 @@ class Auto(EngineSpec):
             return Masked(self.max_rows), "the model synchronizes its statistics over all workers in the forward pass"
         if len(workers.kinds) > 1:
             return Chunked(self.max_rows), f"the workers are of {len(workers.kinds)} kinds"
-        if workers.devices[0].platform == "cpu":
+        if workers.own[0].platform == "cpu":
             return Chunked(self.max_rows), "XLA's loops are slow for convolutions on CPU"
         reason = f"all workers are {workers.kinds[0]}: one program whose trip count follows the count"
         return Looped(self.max_rows), reason

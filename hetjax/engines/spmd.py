@@ -52,7 +52,7 @@ class Spmd:
     compiling = False
 
     def __init__(self, program: Program, workers: Workers, clocks: Clocks, *, capacity: int, buffer: int, quantum: int):
-        self.program, self.workers, self.clocks = program.for_kinds(workers.kinds), workers, clocks
+        self.program, self.workers, self.clocks = program.for_kinds(workers.own_kinds), workers, clocks
         self.capacity, self.buffer, self.quantum = capacity, buffer, quantum
         self.axis = SyncAxis(AXIS)
         self._run = self._compile()
@@ -68,15 +68,14 @@ class Spmd:
             check_vma=False,
         )
         put = lambda tree, place: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)
-        wide = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((len(workers), *x.shape), x.dtype), (program.block(self.buffer), program.ctl)
-        )
+        width, buffer = len(workers.meshed), (program.block(self.buffer), program.ctl)
+        wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct((width, *x.shape), x.dtype), buffer)
         params = put((program.params, program.model_state), workers.replicated)
         if program.own_parameters:
-            stacked = lambda x: jax.ShapeDtypeStruct((len(workers), *x.shape[1:]), x.dtype)
+            stacked = lambda x: jax.ShapeDtypeStruct((width, *x.shape[1:]), x.dtype)
             params = put(jax.tree.map(stacked, params), workers.sharded)
         with expected():
-            return compile_over(body, (*params, *put(wide, workers.sharded)), workers.devices)
+            return compile_over(body, (*params, *put(wide, workers.sharded)), workers.meshed)
 
     def _on_worker(self, params: Tree, model_state: Tree, rows_1: Tree, ctl_1: jax.Array) -> Parts:
         rows, ctl = jax.tree.map(lambda x: x[0], (rows_1, ctl_1))

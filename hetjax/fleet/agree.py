@@ -1,17 +1,15 @@
-"""Exchange small values between processes before the first step; later values travel in the sum of each step."""
+"""What processes have to agree on before the first step; later values travel in the sum of each step."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from hetjax.devices.compile import expected
+from hetjax import processes
 from hetjax.state import State
 
 
@@ -19,40 +17,9 @@ class Disagreement(RuntimeError):
     """Processes that must make the same decision made different ones."""
 
 
-def gather(value: Any) -> list[Any]:
-    """Gather a JSON value from every process, in process order. All processes must call this."""
-    if jax.process_count() == 1:
-        return [value]
-    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    sizes = _rows_of_all(np.array([len(text)], np.int32)).reshape(-1)
-    padded = np.zeros(int(sizes.max()), np.uint8)
-    padded[: len(text)] = text
-    return [json.loads(bytes(row[:size])) for row, size in zip(_rows_of_all(padded), sizes, strict=True)]
-
-
-def _rows_of_all(row: np.ndarray) -> np.ndarray:
-    """Gather one row per process over the first device of each; JAX's own needs equal numbers of devices."""
-    first = {device.process_index: device for device in reversed(jax.devices())}
-    mesh = Mesh([first[process] for process in sorted(first)], ("process",))
-    sharded, replicated = (NamedSharding(mesh, PartitionSpec(*axis)) for axis in (("process",), ()))
-    placed = jax.device_put(row[None], first[jax.process_index()])
-    stacked = jax.make_array_from_single_device_arrays((len(first), len(row)), sharded, [placed])
-    with expected():
-        gathered = jax.jit(lambda x: x, out_shardings=replicated)(stacked)
-    return np.asarray(gathered.addressable_data(0))
-
-
-def gather_rows(own: np.ndarray, rows_P: Sequence[int]) -> list[np.ndarray]:
-    """Gather arrays that differ in their number of rows, `rows_P[p]` of process p. All processes must call this."""
-    padded = np.zeros((max(rows_P), *own.shape[1:]), own.dtype)
-    padded[: len(own)] = own
-    bytes_PxN = _rows_of_all(padded.reshape(-1).view(np.uint8))
-    return [row.view(own.dtype).reshape(padded.shape)[:rows] for row, rows in zip(bytes_PxN, rows_P, strict=True)]
-
-
 def same(**values: Any) -> None:
     """Raise ValueError if processes differ in any of these JSON values, naming the value and the processes."""
-    gathered = gather(values)
+    gathered = processes.gather(values)
     for name in values:
         odd = [process for process, theirs in enumerate(gathered) if not _equal(theirs[name], gathered[0][name])]
         if odd:

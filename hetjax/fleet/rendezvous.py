@@ -22,6 +22,16 @@ def split_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def join_address(host: str, port: int) -> str:
+    """The inverse of `split_address`."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def url(host: str, port: int | None) -> str:
+    """The address for ZeroMQ; IPv6 addresses are put in brackets. Without a port, for a random one."""
+    return f"tcp://{join_address(host, port)}" if port is not None else f"tcp://{join_address(host, 0)[:-2]}"
+
+
 def is_loopback(host: str) -> bool:
     """Whether an address is reachable from this machine only."""
     try:
@@ -55,7 +65,7 @@ def address_to_bind(coordinator: str) -> str:
     """
     host, port = split_address(coordinator)
     names = [host] if is_loopback(host) else [name for name in _addresses(host) if not is_loopback(name)]
-    found = [f"[{name}]:{port}" if ":" in name else f"{name}:{port}" for name in names]
+    found = [join_address(name, port) for name in names]
     if not found:
         found = [f"0.0.0.0:{port}"]
         log.warning(

@@ -56,8 +56,8 @@ def sum_parts(parts: Parts, workers: Workers) -> Parts:
 
 def at_once(nbytes: int, workers: Workers) -> bool:
     """Whether a vector of `nbytes` is summed by one all-to-all instead of `psum`."""
-    on_cpu = all(device.platform == "cpu" for device in workers.devices)
-    return workers.several_processes and on_cpu and nbytes * (len(workers) - 1) <= _AT_ONCE
+    on_cpu = all(worker.platform == "cpu" for worker in workers.members)
+    return workers.spanning is not None and on_cpu and nbytes * (len(workers) - 1) <= _AT_ONCE
 
 
 def make_reduce(transport: str, workers: Workers, layout: Layout, update: Update, core: Any) -> tuple[Psum | Hub, Any]:
@@ -86,7 +86,7 @@ def make_reduce(transport: str, workers: Workers, layout: Layout, update: Update
     if transport == "hub":
         if workers.several_processes:
             raise ValueError("The hub transport works within one process. With several processes use transport='psum'.")
-        placed = _private_copy(jax.device_put(core, SingleDeviceSharding(workers.devices[0])))
+        placed = _private_copy(jax.device_put(core, SingleDeviceSharding(workers.own[0])))
         return Hub(workers, layout, update, placed), placed
     raise ValueError(f"Unknown transport {transport!r}: use 'auto', 'psum' or 'hub'.")
 
@@ -135,7 +135,7 @@ class Psum:
         parts = tuple(wide(size, self.layout.dtype, self.workers.sharded) for size in self.layout.sizes)
         host = wide(slots, np.float32, self.workers.replicated)
         with expected():
-            return compile_over(program, (self._core, parts, host), self.workers.devices, donate=self.update.donate)
+            return compile_over(program, (self._core, parts, host), self.workers.meshed, donate=self.update.donate)
 
     def __call__(
         self, core: Any, parts_w: Sequence[Parts], slots_w: Sequence[list[float]], step: PlannedStep
@@ -171,7 +171,7 @@ class Hub:
 
     def __init__(self, workers: Workers, layout: Layout, update: Update, core: Any):
         self.workers, self.layout, self.update = workers, layout, update
-        self.lead = workers.devices[0]
+        self.lead = workers.own[0]
         self._run = self._compile(_shapes(core))
 
     def _on_lead(self, core: Any, parts_W: list[Parts], slots_WxH: jax.Array, weight_W: jax.Array) -> Any:
@@ -202,7 +202,7 @@ class Hub:
 
     def replicas(self, core: Any, tail: jax.Array | None) -> Replicas:
         leaves = jax.tree.leaves(core[:2])
-        leaves_w = [jax.device_put(leaves, device) for device in self.workers.devices]
+        leaves_w = [jax.device_put(leaves, device) for device in self.workers.own]
         on_mesh = lambda: jax.device_put(core[:2], self.workers.replicated)
         return Replicas(leaves_w, [own[-1] for own in leaves_w], on_mesh)
 

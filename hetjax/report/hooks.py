@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
+from hetjax import processes
 from hetjax.report.display import Display
 from hetjax.report.trackers import Tracker
 
@@ -81,6 +82,4 @@ class Progress(Follow):
 
 
 def _is_first_process() -> bool:
-    import jax  # here, because reports are made without JAX
-
-    return jax.process_index() == 0
+    return processes.first()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from hetjax import processes
 from hetjax.data.prefetch import Rows
 from hetjax.engines.session import Session
-from hetjax.fleet.agree import gather
 from hetjax.planning.allocation import solve
 from hetjax.reduce.base import Replicas
 from hetjax.sampling.order import Span
@@ -37,6 +37,6 @@ def calibrate(
     rows_W = np.array([result.rows for result in rounds[0]], np.int64)
     seconds_W = np.median([[result.seconds for result in results] for results in rounds], axis=0)
     if workers.several_processes:
-        gathered = gather([rows_W.tolist(), seconds_W.tolist()])
+        gathered = processes.gather([rows_W.tolist(), seconds_W.tolist()])
         rows_W, seconds_W = (np.concatenate(parts) for parts in zip(*gathered, strict=True))
     simulation.calibrate(rows_W, seconds_W)

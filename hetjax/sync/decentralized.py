@@ -18,10 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from hetjax import processes
 from hetjax.arguments import whole
 from hetjax.devices.compile import compile_over, expected
 from hetjax.devices.workers import AXIS
-from hetjax.fleet.agree import gather
 from hetjax.fleet.membership import kept_entries
 from hetjax.reduce.base import Reduce, Replicas
 from hetjax.reduce.layout import HOST_SLOTS, Parts, StepReport, StepSums, level_of_all, with_bad_update
@@ -86,7 +86,7 @@ class Decentralized(Sync):
             return Mixing.of(matrix, name)
         mixing = matcha(matrix, self.matcha_budget, name)
         assert mixing.probability_R is not None
-        weight_RxW, probability_R = gather([mixing.weight_RxW.tolist(), mixing.probability_R.tolist()])[0]
+        weight_RxW, probability_R = processes.gather([mixing.weight_RxW.tolist(), mixing.probability_R.tolist()])[0]
         return replace(
             mixing, weight_RxW=np.array(weight_RxW).reshape(-1, workers), probability_R=np.array(probability_R)
         )
@@ -137,7 +137,7 @@ class NeighborReduce:
         parts = tuple(wide(size, self.layout.dtype) for size in self.layout.sizes)
         scalars = wide(HOST_SLOTS + 1 + len(self.mixing.rounds), np.float32)  # slots, weight, active rounds
         with expected():
-            return compile_over(program, (core, parts, scalars), self.workers.devices, donate=self.update.donate)
+            return compile_over(program, (core, parts, scalars), self.workers.meshed, donate=self.update.donate)
 
     # -- on a worker --
 

@@ -61,7 +61,7 @@ def spread(state: State, workers: Workers) -> Tree:
 
 
 def _stacked(x: Any, workers: Workers) -> jax.Array:
-    if isinstance(x, jax.Array) and (x.sharding == workers.sharded or not workers.several_processes):
+    if isinstance(x, jax.Array) and (x.sharding == workers.sharded or workers.spanning is None):
         return jax.device_put(x, workers.sharded)
     x = np.asarray(x)
     return jax.make_array_from_callback(x.shape, workers.sharded, lambda index: x[index])

@@ -163,7 +163,7 @@ def opened(sync, workers, params, optimizer, state=None, **rule):
 def step(reduce, layout, grads, counts):
     """One step from the workers' gradient sums and counts."""
     results = []
-    for device, grad, count in zip(reduce.workers.devices, grads, counts, strict=True):
+    for device, grad, count in zip(reduce.workers.own, grads, counts, strict=True):
         zero = np.zeros(())
         parts = layout.pack(StepSums(grad, (), zero, zero + count, zero + count, {}))
         results.append(LocalResult(tuple(jax.device_put(part[None], device) for part in parts), count, 0.0, 0.0))

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hetjax import processes
 from hetjax.arguments import whole
 from hetjax.devices.workers import Workers
-from hetjax.fleet.agree import gather
 from hetjax.reduce.base import Reduce
 from hetjax.reduce.trainable import trainable
 from hetjax.sampling.nodes import RULES, NodeAllocator, NodeSampler
@@ -113,10 +113,10 @@ class Daso(Sync):
                 "DASO's schedule is based on epochs, but the length of this run is unknown: give Step epoch_size "
                 "(samples per epoch) and epochs (their number), or use Trainer with a source of known length."
             )
-        several = jax.process_count() > 1
+        several = processes.count() > 1
         if several and self.nodes is not None:
             raise ValueError(
-                f"nodes={self.nodes} groups the workers of one process, but there are {jax.process_count()} processes, "
+                f"nodes={self.nodes} groups the workers of one process, but there are {processes.count()} processes, "
                 "each of them a node. Omit nodes."
             )
         layout = across_processes(context.workers) if several else in_one_process(context.workers, self.nodes)
@@ -124,7 +124,7 @@ class Daso(Sync):
         if int(state.replicas) not in (0, layout.nodes):
             state = average(state, self._batches(state))  # without `more`: a pending exchange is part of the mean
         if self.sharing is not None:
-            self.sharing.limit(gather(context.capacity), context.batch)
+            self.sharing.limit(processes.gather(context.capacity), context.batch)
         self._set_schedule(context, state)
         update = context.rule.update()
         core_n = [Node.place(self._core(state, j), own) for j, own in zip(layout.local, layout.workers, strict=True)]
@@ -161,13 +161,13 @@ class Daso(Sync):
 
     @property
     def by_node(self) -> bool:
-        return jax.process_count() > 1
+        return processes.count() > 1
 
     def workers(self, devices: Sequence[jax.Device] | None) -> Workers:
-        return Workers.of(devices if jax.process_count() == 1 else own_devices(devices))
+        return Workers.of(devices if processes.count() == 1 else own_devices(devices))
 
     def sampler(self, order: Any, quantum: int) -> Any:
-        nodes = jax.process_count()
+        nodes = processes.count()
         if nodes == 1:
             return order
         if not isinstance(order, Sampler):
@@ -183,9 +183,7 @@ class Daso(Sync):
             self.sharing = NodeAllocator(nodes, self.between)
             if self._saved_sharing is not None:
                 self.sharing.load_state_dict(self._saved_sharing)
-        return NodeSampler(
-            order, jax.process_index(), self.sharing, lambda epoch: self.schedule.blocking(epoch), quantum
-        )
+        return NodeSampler(order, processes.index(), self.sharing, lambda epoch: self.schedule.blocking(epoch), quantum)
 
     def _batches(self, state: State) -> np.ndarray | None:
         """Samples per step of each node; None if the state does not hold them, or all nodes count alike."""
@@ -194,7 +192,9 @@ class Daso(Sync):
             return None
         batch = lambda row: NodeMessage.of(from_words(np.asarray(row))).batch
         remote = isinstance(words, jax.Array) and not words.is_fully_addressable
-        batch_N = np.array(gather(batch(_piece(words, 0)[0])) if remote else [batch(row) for row in np.asarray(words)])
+        batch_N = np.array(
+            processes.gather(batch(_piece(words, 0)[0])) if remote else [batch(row) for row in np.asarray(words)]
+        )
         return batch_N if batch_N.sum() > 0 else None
 
     # -- context up --

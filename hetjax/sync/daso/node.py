@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from hetjax import processes
 from hetjax.devices.compile import compile_over, expected
 from hetjax.devices.workers import AXIS, Workers
-from hetjax.fleet.agree import gather
 from hetjax.reduce.layout import HOST_SLOTS, SLOTS, Layout, Parts, level_of_all, with_bad_update
 from hetjax.reduce.trainable import trainable, trained_core, with_trained, with_trained_core
 from hetjax.reduce.update import Update
@@ -60,8 +60,8 @@ def in_one_process(workers: Workers, nodes: int | Sequence[int] | None) -> NodeL
         if sum(sizes) != count or min(sizes) < 1:
             raise ValueError(f"nodes is {sizes}: expected at least 1 worker per node, and {count} workers in total.")
     ends = np.cumsum(sizes)
-    groups = [Workers(workers.devices[end - size : end]) for end, size in zip(ends, sizes, strict=True)]
-    return NodeLayout(len(sizes), tuple(range(len(sizes))), groups, [group.devices[0] for group in groups], [])
+    groups = [workers.part(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    return NodeLayout(len(sizes), tuple(range(len(sizes))), groups, [group.own[0] for group in groups], [])
 
 
 def across_processes(workers: Workers) -> NodeLayout:
@@ -70,7 +70,7 @@ def across_processes(workers: Workers) -> NodeLayout:
     Raises:
         ValueError: If a process has no CPU device left for exchanges.
     """
-    rows = gather([workers.devices[0].platform, workers.devices[0].id, carrier().id, carrier() in workers.devices])
+    rows = processes.gather([workers.own[0].platform, workers.own[0].id, carrier().id, carrier() in workers.own])
     if busy := [process for process, (*_, computes) in enumerate(rows) if computes]:
         raise ValueError(
             f"The last CPU device of a process carries the exchanges between nodes, but in process "
@@ -113,7 +113,7 @@ class Node:
         count, layout, params = len(self.workers), self.layout, trainable(core[0])
         replicated = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=self.workers.replicated)
         sharded = lambda size, dtype: jax.ShapeDtypeStruct((count, size), dtype, sharding=self.workers.sharded)
-        compiled = lambda fn, *args, donate=(): compile_over(fn, args, self.workers.devices, donate)
+        compiled = lambda fn, *args, donate=(): compile_over(fn, args, self.workers.own, donate)
         adding = jax.shard_map(
             self._add, mesh=self.workers.mesh, in_specs=(P(AXIS), P(AXIS)), out_specs=(P(), P()), check_vma=False
         )

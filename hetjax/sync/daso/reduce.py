@@ -310,7 +310,7 @@ class DasoReduce:
         sent   parameters of the pending exchange; said: its messages
         """
         core = jax.tree.map(self._stacked, *(node.lead(own) for node, own in zip(self.nodes, core_n, strict=True)))
-        leads = [node.workers.devices[0] for node in self.nodes]
+        leads = [node.workers.own[0] for node in self.nodes]
         words = lambda message, lead: jax.device_put(as_words(message.array())[None], lead)
         more: dict[str, Any] = {"notes": self._stacked(*map(words, self._message_n, leads))}
         if self._mean is not None:

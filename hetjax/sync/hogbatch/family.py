@@ -146,7 +146,7 @@ class Asynchronous(Sync):
         method = self._method(job, session.layout, state, batch_W, updates_W)
         if self.replay is None and job.simulation is not None and job.simulation.row_time is None:
             leaves = jax.tree.leaves((state.params, state.model_state))
-            leaves_w = [jax.device_put(leaves, device) for device in workers.devices]
+            leaves_w = [jax.device_put(leaves, device) for device in workers.own]
             job.calibrate(session, Replicas(leaves_w, [own[-1] for own in leaves_w], lambda: None))
         rate = Rate(
             reference=self.reference or self._reference(job),
@@ -205,7 +205,7 @@ class Asynchronous(Sync):
         if self.batches is not None:
             given_W = per_worker("batches", self.batches, 1, workers)
             return np.array([bounds.clip(worker, batch) for worker, batch in enumerate(given_W)], np.int64)
-        accelerator_W = np.array([device.platform != "cpu" for device in workers.devices])
+        accelerator_W = np.array([device.platform != "cpu" for device in workers.own])
         if accelerator_W.any() and not accelerator_W.all():
             return bounds.by_kind(accelerator_W)
         speed_W = np.ones(len(workers)) if job.simulation is None else job.simulation.trace(0)[0]
@@ -237,7 +237,7 @@ class Hogbatch(Asynchronous):
         self.staleness_bound = None if staleness_bound is None else whole("staleness_bound", staleness_bound, 0)
 
     def _method(self, job: FitJob, layout: Layout, state: State, batch_W: np.ndarray, updates_W: np.ndarray) -> Method:
-        devices = job.workers.devices
+        devices = job.workers.own
         model = SharedModel(layout, job.rule(state), state.core, home_device(devices))
         return Immediate(model, devices, batch_W, updates_W, adapt=self._adapt(), bound=self.staleness_bound)
 
@@ -317,7 +317,7 @@ class AdaptiveSgd(Asynchronous):
         return share if self.faithful else share / (1 - self.momentum)
 
     def _method(self, job: FitJob, layout: Layout, state: State, batch_W: np.ndarray, updates_W: np.ndarray) -> Method:
-        devices = job.workers.devices
+        devices = job.workers.own
         assert self.bounds is not None
         return Merged(
             layout,

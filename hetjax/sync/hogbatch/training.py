@@ -140,7 +140,7 @@ class Training:
             left = f"Its {samples} samples go to the others; {active} of {len(workers)} workers go on."
             log.warning(
                 "Worker %d (%s) failed: %s: %s %s",
-                event.worker, workers.devices[event.worker], type(event.error).__name__, _sentence(event.error),
+                event.worker, workers.device(event.worker), type(event.error).__name__, _sentence(event.error),
                 left if active else "No worker is left.",
             )  # fmt: skip
 

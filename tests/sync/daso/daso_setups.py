@@ -135,7 +135,7 @@ class Driven:
     def step(self, sums, stop=False):
         """One step, given the sum of gradients and the number of samples of every node."""
         results = []
-        for device, (gradient, count) in zip(self.reduce.workers.devices, sums, strict=True):
+        for device, (gradient, count) in zip(self.reduce.workers.own, sums, strict=True):
             zero, number = jnp.zeros(()), jnp.asarray(float(count))
             step_sums = StepSums(jnp.asarray(gradient), (), zero, number, number, {})
             parts = tuple(jax.device_put(np.asarray(part)[None], device) for part in self.layout.pack(step_sums))
