@@ -113,9 +113,9 @@ def _run(
         while not (record is not None and record.stop) and (made := advance(live)) is not None:
             before, (live, record) = live, made
             if record is not None:
-                recorder.add(record, before.whole())
+                recorder.add(record, before.view())
         if (record := step.flush()) is not None:
-            recorder.add(record, live.whole())
+            recorder.add(record, live.view())
         recorder.finish(history.own_rates(), waited())
     return live.whole(), history
 

@@ -87,6 +87,7 @@ class Pipeline:
         self.sessions, self.reduce, self.core, self.seed, self.made = sessions, reduce, core, seed, made
         self.requests, self.simulation, self.learn = requests or Requests(), simulation, learn
         self.replicas = reduce.replicas(core, None)
+        self._prepare = getattr(reduce, "prepare", None)  # of a reduce in which processes may sit out
         # Caches and allocators of real devices warm up in the first step.
         self._cold = set(range(len(sessions))) if simulation is None else set()
         self._running: _Running | None = None
@@ -118,6 +119,8 @@ class Pipeline:
         self._cold.discard(bucket)
         if self.simulation is not None:
             self.simulation.step = step.number
+        if self._prepare is not None and (core := self._prepare(self.core, step)) is not self.core:
+            self.core, self.replicas = core, self.reduce.replicas(core, None)
         self._running = _Running(step, engine.start(self.replicas, packed), timed, self.requests.left)
         return self._finished()
 
@@ -143,8 +146,15 @@ class Pipeline:
             running, self._running = self._running, None
             wait(running.futures, timeout=self.session.clocks.wait_limit)
 
-    def state(self, step: int, cursor: int) -> State:
-        """Return the state after step number `step`, waiting for that step if it still runs."""
+    def state(self, step: int, cursor: int, extent: str = "state") -> State:
+        """Return the state after step number `step`, waiting for that step if it still runs.
+
+        Args:
+            step: number of the step.
+            cursor: the cursor after it.
+            extent: 'state' for all of it, 'evaluated' without the optimizer, 'view' for what this process holds. All
+                processes have to call this, except for a view.
+        """
         if step == self.made + 1:
             self.complete()
         if step != self.made:
@@ -152,7 +162,7 @@ class Pipeline:
                 f"The state after step {step} is gone: it was given to a step, which reuses its buffers. Use the state "
                 "that the last call returned, and copy what you want to keep with jax.tree.map(np.asarray, state)."
             )
-        return self.reduce.state(self.core, step, cursor)
+        return getattr(self.reduce, extent, self.reduce.state)(self.core, step, cursor)
 
     @property
     def session(self) -> Session:

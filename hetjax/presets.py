@@ -337,6 +337,7 @@ def check_alike(step: Any, state: State) -> None:
         decay_of_the_moving_average=step.ema_decay,
         quantum=step.quantum,
         compute_dtype=step.sessions.dtypes,
+        update=[step.options.update, step.clip_norm],
         on_nonfinite=[step.nonfinite.policy, step.nonfinite.max_skips],
     )
 

@@ -29,6 +29,14 @@ class ProcessLink(Protocol):
         """The content of process 0."""
         ...
 
+    def channel(self) -> Any:
+        """A new channel for messages of one purpose (`hetjax.fleet.carrier.Channel`), in the same order everywhere."""
+        ...
+
+    def close(self, together: bool) -> None:
+        """End the link."""
+        ...
+
 
 _link: ProcessLink | None = None
 

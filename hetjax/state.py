@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,6 +68,26 @@ class State:
         return self.params, self.model_state, self.opt_state, self.ema
 
 
+class Deferred:
+    """A part of a state that several processes hold in slices; gathered where it is read, in all processes at once.
+
+    Args:
+        gather: gathers it; collective.
+    """
+
+    def __init__(self, gather: Callable[[], Tree]):
+        self.gather = gather
+
+
+jax.tree_util.register_pytree_node(Deferred, lambda part: ((part.gather(),), None), lambda _, whole: whole[0])
+
+
+def gathered(state: State, *names: str) -> State:
+    """The state with these parts (default: all) gathered where they are deferred; collective if there are any."""
+    parts = {name: getattr(state, name) for name in names or ("opt_state", "ema", "params", "model_state")}
+    return replace(state, **{name: part.gather() for name, part in parts.items() if isinstance(part, Deferred)})
+
+
 class LiveState:
     """The state after a step that may still be running.
 
@@ -83,23 +104,27 @@ class LiveState:
         self.pipeline, self.step, self.cursor = pipeline, step, cursor
 
     def whole(self) -> State:
-        """Wait for the step and return its plain state."""
+        """Wait for the step and return its plain state. Collective, if several processes hold it in slices."""
         return self.pipeline.state(self.step, self.cursor)
+
+    def view(self) -> State:
+        """Wait for the step and return its state; what other processes hold is a `Deferred`."""
+        return self.pipeline.state(self.step, self.cursor, "view")
 
     @property
     def params(self) -> Tree:
         """Parameters after this step."""
-        return self.whole().params
+        return gathered(self.view(), "params").params
 
     @property
     def model_state(self) -> Tree:
         """Model state, such as BatchNorm statistics; None without."""
-        return self.whole().model_state
+        return gathered(self.view(), "model_state").model_state
 
     @property
     def ema(self) -> Tree:
-        """Exponential moving average of the parameters; None without."""
-        return self.whole().ema
+        """Exponential moving average of the parameters; None without. Read it in all processes."""
+        return gathered(self.view(), "ema").ema
 
     def __repr__(self) -> str:
         return f"LiveState(step={self.step}, cursor={self.cursor})"

@@ -18,6 +18,7 @@ from hetjax.data.prefetch import Rows
 from hetjax.devices import memory
 from hetjax.engines import Engine, EngineSpec
 from hetjax.engines.precision import ComputeDtype, dtypes_by_kind
+from hetjax.engines.session import Session
 from hetjax.engines.specs import PerWorker, per_worker
 from hetjax.evaluation import mean_over, outputs_over
 from hetjax.history import Record, RunLog
@@ -27,19 +28,20 @@ from hetjax.planning.controllers.base import Controller, Plan
 from hetjax.reduce.layout import MANY, Value
 from hetjax.reduce.optimizer import check_optimizer, check_params, init_optimizer
 from hetjax.reduce.trainable import trainable
-from hetjax.reduce.transports import make_reduce
-from hetjax.reduce.update import running_average, unchanged
+from hetjax.reduce.transports import ReduceOptions, check_options, make_reduce
+from hetjax.reduce.update import UpdateRule, running_average
 from hetjax.sampling.order import Span
 from hetjax.sessions import Sessions
 from hetjax.simulation.calibration import calibrate
 from hetjax.simulation.speeds import Simulation, as_simulation
 from hetjax.state import LiveState, State, checked
 from hetjax.sync import Sync
-from hetjax.sync.base import SyncContext, UpdateRule
+from hetjax.sync.base import SyncContext
 
 Tree = Any
 AnyState = State | LiveState
 
+_FORMER_TRANSPORTS = {"psum": "mesh", "hub": "host"}
 _NO_EPOCH = 2**31  # the epoch's length without epochs: positions are 32-bit integers
 
 
@@ -69,7 +71,14 @@ class Step:
         sync: how and when workers synchronize: a name such as 'allreduce' (default), or an object.
         engine: how a worker computes its samples: 'auto' (default), 'chunked', 'looped', 'masked', or an object such
             as `hetjax.Chunked(max_rows=256)`.
-        transport: how sums travel between devices: 'auto' (default), 'psum' or 'hub'.
+        transport: how sums travel between workers: 'mesh' by one program over all devices, 'host' by way of one device
+            or of the hosts, for devices of several kinds. Default: 'auto', by what the workers are.
+        update: 'sharded': each process updates a slice of the parameters, keeps the optimizer state of that slice only,
+            and sends the new parameters to the others. 'replicated': every worker updates its own copy. Default:
+            'auto', sharded between processes with the transport 'host'.
+        update_on: where a process updates its slice: 'device' or 'host'. Default: 'auto', the quicker one.
+        clip_norm: largest global norm of the gradient; a larger one is scaled down. Works with slices, where clipping
+            inside the optimizer would leave the whole update to one process. Default: none.
         devices: one worker per device. Default: all devices that JAX sees.
         speeds: simulated relative speeds, one per worker, or a `hetjax.Simulation`. Default: real speeds.
         capacity: maximum samples of a worker in a step; one number, or one per worker. Default: chosen by the engine.
@@ -105,6 +114,9 @@ class Step:
         sync: str | Sync | None = None,
         engine: str | EngineSpec | None = None,
         transport: str = "auto",
+        update: str = "auto",
+        update_on: str = "auto",
+        clip_norm: float | None = None,
         devices: Sequence[jax.Device] | None = None,
         speeds: Sequence[float] | Simulation | None = None,
         capacity: PerWorker = None,
@@ -131,17 +143,18 @@ class Step:
         check_function("eval_fn", eval_fn)
         check_function("predict_fn", predict_fn)
         check_function("advance", advance)
-        if transport not in ("auto", "psum", "hub"):
-            raise ValueError(f"Unknown transport {transport!r}: use 'auto', 'psum' or 'hub'.")
         if ema_decay is not None and not 0 <= number("ema_decay", ema_decay) < 1:
             raise ValueError(f"ema_decay must be at least 0 and below 1, got {ema_decay}.")
         chosen = presets.choose(strategy, controller=controller, sync=sync, engine=engine)
         presets.check_stepped(chosen.sync)
         self._given, self.optimizer = optimizer, nnx_optimizer.transformation(optimizer)
-        self.sync, self.transport = chosen.sync, transport
+        self.sync = chosen.sync
         self.batch_size = whole("batch_size", batch_size, 1, MOST_SAMPLES)
         self.seed = whole("seed", seed, 0, MOST_SEED)
         self.workers = self.sync.workers(devices)
+        self.clip_norm = None if clip_norm is None else number("clip_norm", clip_norm, above=0)
+        self.options = ReduceOptions(_FORMER_TRANSPORTS.get(transport, transport), update, update_on)
+        check_options(self.options, self.workers)
         self.controller: Controller = presets.for_workers(chosen.controller, self.workers)
         self.quantum = whole("quantum", getattr(model, "quantum", 1) if quantum is None else quantum, 1, MOST_SAMPLES)
         self.advance, self.ema_decay = advance or running_average(), ema_decay
@@ -228,7 +241,9 @@ class Step:
             yield from loader
             return
         first = 0 if self._pipeline is None else self._pipeline.next - self._first
-        yield from until_shortest(loader, self.requests, lambda step: self._left[step], self.workers.process_W, first)
+        yield from until_shortest(
+            loader, self.requests, lambda step: self._left[step], self.workers.process_W.tolist(), first
+        )
 
     def evaluate(self, state: AnyState, batches: Iterable[Any], *, samples: Sequence[Tree] = ()) -> dict[str, Value]:
         """Compute the mean loss and metrics over all samples of the batches, split like the training steps.
@@ -245,12 +260,13 @@ class Step:
         Raises:
             ValueError: if there are no batches.
         """
-        core = self.sync.answer(self.export(state)).evaluated
+        core = self.sync.answer(self._read(state)).evaluated
 
         def open_pipeline(batch: HostBatch) -> Pipeline:
             shapes = samples or self.sessions.like(sample_of(batch))
             sessions = self.sessions.for_evaluation(State(*core, None, None), shapes)
-            reduce, placed = make_reduce(self.transport, self.workers, sessions[0].layout, unchanged, core)
+            options = replace(self.options, update="auto")
+            reduce, placed = make_reduce(options, self.workers, sessions[0].layout, None, core)
             return Pipeline(sessions, reduce, placed, seed=self.seed)
 
         return mean_over(batches, open_pipeline, self.limit, self._shares_W)
@@ -268,7 +284,7 @@ class Step:
         Raises:
             ValueError: if there are no batches, or no `predict_fn`.
         """
-        core = self.sync.answer(self.export(state)).evaluated
+        core = self.sync.answer(self._read(state)).evaluated
         open_session = lambda sample: self.sessions.for_prediction(State(*core, None, None), sample)
         return outputs_over(batches, open_session, jax.tree.leaves(core), self.limit, self._shares_W, self.seed)
 
@@ -282,6 +298,12 @@ class Step:
             The state, including that of the optimizer.
         """
         return state.whole() if isinstance(state, LiveState) else checked(state)
+
+    def _read(self, state: AnyState) -> State:
+        """The state with what is evaluated; collective where processes hold it in slices."""
+        if isinstance(state, LiveState):
+            return state.pipeline.state(state.step, state.cursor, "evaluated")
+        return checked(state)
 
     def close(self) -> None:
         """Wait for the last step, whose state stays readable, end the threads and drop the compiled programs."""
@@ -333,8 +355,8 @@ class Step:
             end = epoch_size * self.epochs
         capacity = int(sessions[0].engine.limits().capacity_W.sum())
         setting = SyncContext(
-            self.workers, sessions[0].layout, self.rule(state), self.transport, self.batch_size, self.seed, capacity,
-            epoch_size, end,
+            self.workers, sessions[0].layout, self.rule(state), self._reduce_options(sessions[0]), self.batch_size,
+            self.seed, capacity, epoch_size, end,
         )  # fmt: skip
         reduce, core = self.sync.open(setting, state)
         self._pipeline = pipeline = Pipeline(
@@ -401,7 +423,8 @@ class Step:
             Optimizer, update of the model state, moving average, and whether bad updates are undone.
         """
         advance = self.advance if state.model_state is not None else None
-        return UpdateRule(self.optimizer, advance, self.ema_decay, undo=self.nonfinite.policy == "skip")
+        undo = self.nonfinite.policy == "skip"
+        return UpdateRule(self.optimizer, advance, self.ema_decay, undo, self.clip_norm)
 
     def local_phases(self, state: AnyState, batch: Any, counts_W: Sequence[int]) -> Callable[[], np.ndarray]:
         """Prepare the local phases alone, for measurements: no sum follows, and nothing is learned.
@@ -435,6 +458,11 @@ class Step:
             )
         self._pipeline.check_last(state.step)
         return state
+
+    def _reduce_options(self, session: Session) -> ReduceOptions:
+        """Transport and update, with the workers' speeds as far as their kinds tell."""
+        rate_of = getattr(session.engine, "rate_of", lambda kind: 1.0)
+        return replace(self.options, rate_W=np.array([rate_of(worker.kind) for worker in self.workers.members]))
 
     def _span(self, live: LiveState, batch: HostBatch) -> Span:
         epoch, start = divmod(live.cursor, self.epoch_size or _NO_EPOCH)

@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 
 from hetjax import processes
 from hetjax.devices.compile import expected
-from hetjax.state import State
+from hetjax.state import State, gathered
 
 Tree = Any
 _CORE = ("params", "model_state", "opt_state", "ema")
@@ -39,6 +39,7 @@ def take(state: State, memory: Mapping[str, Any], extra: Mapping[str, Any]) -> R
     Returns:
         The snapshot in process 0, None in the others.
     """
+    state = gathered(state)
     names, leaves = _named_leaves(state)
     more: list[Any] = []
     outline = _outline(state.more, state, more)

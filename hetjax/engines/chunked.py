@@ -183,6 +183,10 @@ class ChunkedEngine:
         self._bucket = bucket
         self._update_limits()
 
+    def rate_of(self, kind: str) -> float:
+        """Samples per second of a device of this kind, as its prices tell."""
+        return 1.0 / self._price_lists()[kind].unit
+
     def limits(self) -> Limits:
         return self._limits
 
@@ -248,8 +252,14 @@ class ChunkedEngine:
         return chunks
 
     def start(self, replicas: Replicas, packed: list[list[Chunk]]) -> list[Future[LocalResult]]:
-        work = zip(packed, replicas.leaves_w, replicas.ready_w, strict=True)
-        return self.clocks.start([partial(self.phase, k, *parts) for k, parts in enumerate(work)])
+        return self.clocks.start([partial(self._phase_of, k, chunks, replicas) for k, chunks in enumerate(packed)])
+
+    def _phase_of(self, k: int, chunks: list[Chunk], replicas: Replicas) -> LocalResult:
+        """A worker without samples does nothing: its parameters are not even copied to its device."""
+        if not chunks and not self.program.keeps_rows:
+            now = time.perf_counter()
+            return LocalResult((), 0, now, now)
+        return self.phase(k, chunks, replicas.leaves_w[k], replicas.ready_w[k])
 
     def phase(self, k: int, chunks: list[Chunk], leaves: list[jax.Array], ready: jax.Array) -> LocalResult:
         """Run the local phase of local worker k on the calling thread, with parameters on its device."""

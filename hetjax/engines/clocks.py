@@ -31,7 +31,7 @@ def no_hold(worker: int, rows: float, began: float) -> None:
 class LocalResult:
     """Result of one worker's local phase: sums, rows computed (with padding), start and end time."""
 
-    parts: Parts
+    parts: Parts  # (): the worker had no samples
     rows: int
     began: float
     ended: float

@@ -101,7 +101,7 @@ class Carrier:
         self._heard = dict.fromkeys(self.others, time.monotonic())
         self._hello: dict[int, dict[str, Any]] = {}  # in process 0
         self._visitors: dict[int, bytes] = {}  # in process 0: where to answer a hello
-        self._answer: tuple[int, Any] | None = None  # table or refusal
+        self._answer: Any = None  # (_TABLE, table) or (_REFUSED, sentence)
         self._strangers = 0
         self._early: list[Sequence[zmq.Frame]] = []
         self._ending = False
@@ -129,7 +129,9 @@ class Carrier:
         """Send buffers to a process without copying them; they must not change until the tracker is done."""
         header = self._header(_DATA, channel, round_, piece)
         with self._sending:
-            return self._outboxes[to].send_multipart([header, *buffers], copy=False, track=True)
+            tracker = self._outboxes[to].send_multipart([header, *buffers], copy=False, track=True)
+        assert tracker is not None
+        return tracker
 
     def receive(self, sender: int, channel: int, round_: int, piece: int, limit: float | None = None) -> Mail:
         """Wait for a message.
@@ -153,6 +155,13 @@ class Carrier:
                 self._arrived.wait(left)
             self._wanted.discard(key)
             return self._mail.pop(key)
+
+    def latest(self, sender: int, channel: int, round_: int, piece: int) -> Mail | None:
+        """The newest message of this number up to a round, if any has arrived; older ones are dropped."""
+        with self._arrived:
+            found = [key for key in self._mail if key[0] == channel and key[2:] == (piece, sender) and key[1] <= round_]
+            mails = {key[1]: self._mail.pop(key) for key in found}
+        return mails[max(mails)] if mails else None
 
     def gather(self, content: bytes, limit: float | None = None) -> list[bytes]:
         """The content of every process, in process order. Collective."""

@@ -19,9 +19,26 @@ Tree = Any
 class Replicas:
     """Parameters and model state as the workers of this process read them in one step."""
 
-    leaves_w: list[list[jax.Array]]  # on each worker's device; leaves, because flattening trees is slow
-    ready_w: list[jax.Array]  # one array per worker that is ready when its leaves are
+    leaves_w: Sequence[list[jax.Array]]  # on each worker's device; leaves, because flattening trees is slow
+    ready_w: Sequence[jax.Array]  # one array per worker that is ready when its leaves are
     on_mesh: Callable[[], Tree]  # the same values as global arrays, for SPMD engines
+
+
+class OnDemand(Sequence[Any]):
+    """A sequence whose entries are made when they are first read: a worker without samples costs no copy."""
+
+    def __init__(self, length: int, make: Callable[[int], Any]):
+        self._length, self._make, self._made = length, make, dict[int, Any]()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, k: Any) -> Any:
+        if not 0 <= k < self._length:
+            raise IndexError(k)
+        if k not in self._made:
+            self._made[k] = self._make(k)
+        return self._made[k]
 
 
 def own_slots(
@@ -47,7 +64,7 @@ class Reduce(Protocol):
 
         Args:
             core: The arrays on the devices; donated.
-            parts_w: The sums of each local worker.
+            parts_w: The sums of each local worker; () for one without samples.
             slots_w: The host's values of each local worker (`own_slots`).
             step: The step they belong to.
 

@@ -107,6 +107,21 @@ class Layout:
             math.prod(x.shape) for x, big in zip(jax.tree.leaves(self.grads), self._large, strict=True) if not big
         )
 
+    @cached_property
+    def places(self) -> list[tuple[int, int, int]]:
+        """Part, offset in it, and size of each gradient, in the order of the tree's leaves."""
+        found, part, at = [], 0, 0
+        for leaf, big in zip(jax.tree.leaves(self.grads), self._large, strict=True):
+            size = math.prod(leaf.shape)
+            found.append((part, 0, size) if big else (len(self.sizes) - 1, at, size))
+            part, at = (part + 1, at) if big else (part, at + size)
+        return found
+
+    @cached_property
+    def grad_sizes(self) -> tuple[int, ...]:
+        """Entries of each part that are gradients; they come first."""
+        return (*self.sizes[:-1], self._small_grads)
+
     def pack(self, sums: StepSums) -> Parts:
         """Sums as parts, without slots."""
         values = [sums.loss, sums.weight, sums.count]

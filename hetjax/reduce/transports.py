@@ -1,16 +1,16 @@
-"""The two transports of the reduce phase: one sum over all workers per step, then the update.
+"""The transports of the reduce phase: one sum over all workers per step, then the update.
 
-Chosen by the kinds of the devices:
-
-    psum  The workers form one mesh: a `shard_map` program sums, and every worker applies the same update to its copy.
-    hub   They cannot (different GPUs in one process, CPU + GPU): each worker's parts are copied to worker 0's device,
-          added in worker order and applied there; the parameters are copied back.
+mesh   The workers form one mesh: a `shard_map` program sums, and every worker applies the same update to its copy.
+host   They do not. Workers of several kinds in one process meet on one of their devices: each worker's parts are
+copied there, added in worker order and applied; parameters are copied back. Between processes, each with a
+JAX backend of its own, sums travel by way of the hosts (`hetjax.reduce.host`, `hetjax.reduce.sharded`).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,9 +22,13 @@ from jax.sharding import SingleDeviceSharding
 
 from hetjax.devices.compile import compile_for, compile_over, expected
 from hetjax.devices.workers import AXIS, Workers
-from hetjax.reduce.base import Replicas
+from hetjax.reduce.base import OnDemand, Replicas
+from hetjax.reduce.host import HostReplicated
 from hetjax.reduce.layout import HOST_SLOTS, Layout, Parts, StepReport, level_of_all, with_bad_update
-from hetjax.reduce.update import Update
+from hetjax.reduce.placing import agreed_granularity, meeting_place, room_for_state, update_device
+from hetjax.reduce.sharded import HostSharded, ShardedRule
+from hetjax.reduce.slices import shares
+from hetjax.reduce.update import Update, UpdateRule, unchanged
 from hetjax.sampling.order import PlannedStep
 from hetjax.state import State
 
@@ -60,35 +64,99 @@ def at_once(nbytes: int, workers: Workers) -> bool:
     return workers.spanning is not None and on_cpu and nbytes * (len(workers) - 1) <= _AT_ONCE
 
 
-def make_reduce(transport: str, workers: Workers, layout: Layout, update: Update, core: Any) -> tuple[Psum | Hub, Any]:
-    """Build a transport and copy `core` onto its devices.
+@dataclass(frozen=True)
+class ReduceOptions:
+    """How sums travel, and where updates are computed.
+
+    Attributes:
+        transport: 'auto', 'mesh' or 'host'.
+        update: 'auto', 'sharded' or 'replicated'.
+        update_on: where a process updates its slice: 'auto', 'device' or 'host'.
+        rate_W: expected relative speed of each worker. Default: all alike.
+    """
+
+    transport: str = "auto"
+    update: str = "auto"
+    update_on: str = "auto"
+    rate_W: np.ndarray | None = None
+
+
+def make_reduce(
+    options: ReduceOptions, workers: Workers, layout: Layout, rule: UpdateRule | None, core: Any
+) -> tuple[Any, Any]:
+    """Build a reduce and copy `core` onto its devices.
 
     Args:
-        transport: 'psum', 'hub', or 'auto' (hub only if the workers are of several kinds).
+        options: transport and place of the update.
         workers: All workers.
         layout: The layout of their sums.
-        update: The update to apply.
+        rule: How gradients become new parameters; None in evaluation, where the sums are the result.
         core: The initial arrays; the caller's buffers are not donated.
 
     Returns:
         The reduce and its core.
+
+    Raises:
+        ValueError: The options do not go together, or not with these workers.
     """
-    if transport == "auto":
-        transport = "psum" if len(workers.kinds) == 1 else "hub"
-    if transport == "psum":
+    check_options(options, workers)
+    update = unchanged if rule is None else rule.update()
+    if workers.by_host:
+        return _between_hosts(options, workers, layout, rule, update, core)
+    if options.transport == "host" or len(workers.kinds) > 1:
+        place = meeting_place(workers, layout) if len(workers.own_kinds) > 1 else workers.own[0]
+        placed = _private_copy(jax.device_put(core, SingleDeviceSharding(place)))
+        return HubReduce(workers, layout, update, placed, place), placed
+    placed = _private_copy(workers.replicate(core))
+    return MeshReduce(workers, layout, update, placed), placed
+
+
+def check_options(options: ReduceOptions, workers: Workers) -> None:
+    """Refuse options that do not go together, or not with these workers."""
+    for name, value, known in (
+        ("transport", options.transport, ("auto", "mesh", "host")),
+        ("update", options.update, ("auto", "sharded", "replicated")),
+        ("update_on", options.update_on, ("auto", "device", "host")),
+    ):
+        if value not in known:
+            raise ValueError(f"Unknown {name} {value!r}: use {', '.join(map(repr, known[:-1]))} or {known[-1]!r}.")
+    mesh_is_possible = len(workers.kinds) == 1 and not workers.by_host
+    if options.transport == "mesh" and not mesh_is_possible:
         if len(workers.kinds) > 1:
             raise ValueError(
-                f"The psum transport needs devices of one kind, but the workers are {', '.join(workers.kinds)}: XLA "
-                "cannot compile one program for several kinds. Use transport='hub' (or 'auto')."
+                f"The transport 'mesh' needs devices of one kind, but the workers are {', '.join(workers.kinds)}: XLA "
+                "cannot compile one program for several kinds. Use transport 'host' (or 'auto')."
             )
-        placed = _private_copy(workers.replicate(core))
-        return Psum(workers, layout, update, placed), placed
-    if transport == "hub":
-        if workers.several_processes:
-            raise ValueError("The hub transport works within one process. With several processes use transport='psum'.")
+        raise ValueError(
+            "The processes were joined by transport 'host', each with a JAX backend of its own. For 'mesh' start them "
+            "with it: hetjax.fleet.initialize(transport='mesh'), or `python -m hetjax launch --transport mesh`."
+        )
+    if options.transport == "host" and workers.spanning is not None:
+        raise ValueError(
+            "The processes were joined by transport 'mesh': one JAX backend spans them. For 'host' start them with it: "
+            "hetjax.fleet.initialize(transport='host'), or `python -m hetjax launch --transport host`."
+        )
+    if options.update == "sharded" and mesh_is_possible and options.transport != "host":
+        raise ValueError(
+            "update='sharded' needs the transport 'host': on a mesh every worker updates its own copy. Leave it out, "
+            "or use transport='host'."
+        )
+
+
+def _between_hosts(
+    options: ReduceOptions, workers: Workers, layout: Layout, rule: UpdateRule | None, update: Update, core: Any
+) -> tuple[Any, Any]:
+    rate_W = np.ones(len(workers)) if options.rate_W is None else options.rate_W
+    rate_P = np.bincount(workers.process_W, rate_W)
+    if rule is None or options.update == "replicated":
         placed = _private_copy(jax.device_put(core, SingleDeviceSharding(workers.own[0])))
-        return Hub(workers, layout, update, placed), placed
-    raise ValueError(f"Unknown transport {transport!r}: use 'auto', 'psum' or 'hub'.")
+        return HostReplicated(workers, layout, update, placed, shares(rate_P)), placed
+    rule_of_slices = ShardedRule(
+        rule.optimizer, rule.advance, rule.ema_decay, rule.clip_norm, agreed_granularity(rule.optimizer, core[0])
+    )
+    limit_P = room_for_state(workers, core)
+    reduce = HostSharded(workers, layout, rule_of_slices, core, rate_P, limit_P, update_device(options, workers))
+    return reduce, reduce.place(core)
 
 
 def apply_where_finite(layout: Layout, update: Update, core: Any, total: Parts, workers: int) -> tuple[Any, jax.Array]:
@@ -104,16 +172,17 @@ def _private_copy(placed: Tree) -> Tree:
         return jax.jit(partial(jax.tree.map, jnp.copy))(placed)
 
 
-class Psum:
+class MeshReduce:
     """All-reduce over one mesh; every worker updates its own copy."""
 
-    name = "psum"
+    name = "mesh"
 
     def __init__(self, workers: Workers, layout: Layout, update: Update, core: Any):
         self.workers, self.layout, self.update = workers, layout, update
         self._core = _shapes(core)
         self._run = self._compile(HOST_SLOTS)
         self._run_weighted: Any = None  # compiled when a plan has weights, as few published controllers do
+        self._zeros_w = zero_parts(layout, workers.own)
 
     def _on_worker(self, core: Any, parts_1: Parts, slots_WxH: jax.Array) -> tuple[Any, jax.Array]:
         parts, count = tuple(part[0] for part in parts_1), len(self.workers)
@@ -140,7 +209,8 @@ class Psum:
     def __call__(
         self, core: Any, parts_w: Sequence[Parts], slots_w: Sequence[list[float]], step: PlannedStep
     ) -> tuple[Any, jax.Array]:
-        parts = tuple(self.workers.stack(part) for part in zip(*parts_w, strict=True))
+        filled_w = [parts or zeros for parts, zeros in zip(parts_w, self._zeros_w, strict=True)]
+        parts = tuple(self.workers.stack(part) for part in zip(*filled_w, strict=True))
         run, own = self._run, np.asarray(slots_w, np.float32)
         if step.plan.weights_W is not None:
             if self._run_weighted is None:
@@ -164,15 +234,15 @@ class Psum:
         return State.of(core, step, cursor)
 
 
-class Hub:
-    """Sum and update on worker 0's device, for workers of several kinds in one process."""
+class HubReduce:
+    """Sum and update on one device, for workers of several kinds in one process."""
 
-    name = "hub"
+    name = "host"
 
-    def __init__(self, workers: Workers, layout: Layout, update: Update, core: Any):
-        self.workers, self.layout, self.update = workers, layout, update
-        self.lead = workers.own[0]
+    def __init__(self, workers: Workers, layout: Layout, update: Update, core: Any, lead: jax.Device):
+        self.workers, self.layout, self.update, self.lead = workers, layout, update, lead
         self._run = self._compile(_shapes(core))
+        self._zeros = zero_parts(layout, [lead])[0]
 
     def _on_lead(self, core: Any, parts_W: list[Parts], slots_WxH: jax.Array, weight_W: jax.Array) -> Any:
         sent = []
@@ -193,7 +263,7 @@ class Hub:
     def __call__(
         self, core: Any, parts_w: Sequence[Parts], slots_w: Sequence[list[float]], step: PlannedStep
     ) -> tuple[Any, jax.Array]:
-        here_w = [jax.device_put(parts, self.lead) for parts in parts_w]
+        here_w = [self._zeros if not parts else jax.device_put(parts, self.lead) for parts in parts_w]
         weight_W = np.ones(len(parts_w)) if step.plan.weights_W is None else step.plan.weights_W
         return self._run(core, here_w, np.asarray(slots_w, np.float32), weight_W.astype(np.float32))
 
@@ -201,10 +271,10 @@ class Hub:
         return StepReport.read(self.layout, np.asarray(tail), len(self.workers))
 
     def replicas(self, core: Any, tail: jax.Array | None) -> Replicas:
-        leaves = jax.tree.leaves(core[:2])
-        leaves_w = [jax.device_put(leaves, device) for device in self.workers.own]
+        leaves, own = jax.tree.leaves(core[:2]), self.workers.own
+        placed = OnDemand(len(own), lambda k: jax.device_put(leaves, own[k]))
         on_mesh = lambda: jax.device_put(core[:2], self.workers.replicated)
-        return Replicas(leaves_w, [own[-1] for own in leaves_w], on_mesh)
+        return Replicas(placed, OnDemand(len(own), lambda k: placed[k][-1]), on_mesh)
 
     def state(self, core: Any, step: int, cursor: int) -> State:
         return State.of(core, step, cursor)
@@ -218,3 +288,9 @@ def _shapes(core: Any) -> Any:
 def _marker(core: Any, tail: jax.Array | None) -> jax.Array:
     """A small array that is ready when the core is."""
     return jax.tree.leaves(core)[0] if tail is None else tail
+
+
+def zero_parts(layout: Layout, devices: Sequence[jax.Device]) -> list[Parts]:
+    """The sums of a worker without samples, on each device; they are never donated."""
+    zeros = tuple(np.zeros((1, size), layout.dtype) for size in layout.sizes)
+    return [jax.device_put(zeros, device) for device in devices]

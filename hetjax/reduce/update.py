@@ -76,18 +76,25 @@ def running_average(momentum: float | None = None) -> RunningAverage:
 
 
 def optimizer_step(
-    optimizer: optax.GradientTransformation, advance: Callable[[Tree, Tree], Tree] | None, ema_decay: float | None
+    optimizer: optax.GradientTransformation,
+    advance: Callable[[Tree, Tree], Tree] | None,
+    ema_decay: float | None,
+    clip_norm: float | None = None,
 ) -> Finish:
     """Apply an optax update to g = (sum over workers of summed per-example gradients) / (sum of weights).
 
-    Clip in the optimizer, where it sees the gradient of the whole batch. An optimizer that takes the loss (`value`, as
-    reduce_on_plateau does) receives that of the step.
+    Clipping, here by the global norm or in the optimizer, sees the gradient of the whole batch. An optimizer that takes
+    the loss (`value`, as reduce_on_plateau does) receives that of the step.
     """
     update = optax.with_extra_args_support(optimizer).update
 
     def finish(core: Core, sums: StepSums) -> Core:
         params, model_state, opt_state, ema = core
         grads = jax.tree.map(lambda g, p: (g / sums.weight).astype(p.dtype), sums.grads, params)
+        if clip_norm is not None:
+            norm = optax.tree.norm(grads)
+            factor = jnp.where(norm > clip_norm, clip_norm / norm, 1.0)
+            grads = jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
         updates, new_opt_state = update(grads, opt_state, params, value=sums.loss / sums.weight)
         new_params = optax.apply_updates(params, updates)
         new_state = model_state if advance is None else advance(model_state, sums.state_sums)
@@ -149,19 +156,38 @@ class Update:
             core = jax.lax.cond(allowed, self.finish, lambda core, _: core, core, sums)
             # NaN in the optimizer state reaches the parameters, but the infinite square of a large gradient does not: a
             # parameter divided by it never moves again.
-            state_finite = jax.lax.cond(level > 0, _state_finite, lambda _: jnp.bool_(True), core)
-            return with_trained_core(whole, core), share(allowed & ~(all_finite(core[:2]) & state_finite))
+            fine = jax.lax.cond(level > 0, state_finite, lambda _: jnp.bool_(True), core)
+            return with_trained_core(whole, core), share(allowed & ~(all_finite(core[:2]) & fine))
         new = self.finish(core, sums)
-        bad = share(allowed & ~(all_finite(new[:2]) & _state_finite(new)))
+        bad = share(allowed & ~(all_finite(new[:2]) & state_finite(new)))
         # A loop of at most one iteration: `cond` would copy the core in either case.
         restore = lambda _: (jnp.bool_(False), core)
         kept = jax.lax.while_loop(lambda carry: carry[0], restore, (~allowed | jnp.any(bad), new))[1]
         return with_trained_core(whole, kept), bad
 
 
-def _state_finite(core: Core) -> jax.Array:
+def state_finite(core: Core) -> jax.Array:
     """Whether the optimizer state is finite, except its scalars: some, such as the best loss so far, start infinite."""
     return all_finite([x for x in jax.tree.leaves(core[2]) if jnp.ndim(x)])
 
 
 unchanged = Update(None)  # of an evaluation
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """How summed gradients become new parameters."""
+
+    optimizer: optax.GradientTransformation
+    advance: Callable[[Tree, Tree], Tree] | None  # (model_state, state_sums) -> model_state; None: no model state
+    ema_decay: float | None
+    undo: bool = False  # discard an update that is not finite
+    clip_norm: float | None = None  # largest global norm of a gradient
+
+    def finish(self) -> Finish:
+        """The function (core, sums) -> core."""
+        return optimizer_step(self.optimizer, self.advance, self.ema_decay, self.clip_norm)
+
+    def update(self) -> Update:
+        """The same with the check for finite values."""
+        return Update(self.finish(), self.undo)

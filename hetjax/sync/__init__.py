@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from hetjax.reduce.update import UpdateRule
 from hetjax.sync.allreduce import AllReduce
-from hetjax.sync.base import Sync, SyncContext, UpdateRule
+from hetjax.sync.base import Sync, SyncContext
 from hetjax.sync.daso import Daso
 from hetjax.sync.decentralized import Decentralized
 from hetjax.sync.hogbatch import AdaptiveHogbatch, AdaptiveSgd, Asynchronous, Hogbatch

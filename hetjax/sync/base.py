@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
-import optax
 
 from hetjax.data.source import Source
 from hetjax.devices.workers import Workers
@@ -19,30 +18,13 @@ from hetjax.engines.session import Session
 from hetjax.history import History, Record, Recorder
 from hetjax.reduce.base import Reduce, Replicas
 from hetjax.reduce.layout import Layout
-from hetjax.reduce.update import Finish, Update, optimizer_step
+from hetjax.reduce.transports import ReduceOptions
+from hetjax.reduce.update import UpdateRule
 from hetjax.sampling.order import Sampler
 from hetjax.simulation.speeds import Simulation
 from hetjax.state import State
 
 Tree = Any
-
-
-@dataclass(frozen=True)
-class UpdateRule:
-    """How summed gradients become new parameters."""
-
-    optimizer: optax.GradientTransformation
-    advance: Callable[[Tree, Tree], Tree] | None  # (model_state, state_sums) -> model_state; None: no model state
-    ema_decay: float | None
-    undo: bool = False  # discard an update that is not finite
-
-    def finish(self) -> Finish:
-        """The function (core, sums) -> core."""
-        return optimizer_step(self.optimizer, self.advance, self.ema_decay)
-
-    def update(self) -> Update:
-        """The same with the check for finite values."""
-        return Update(self.finish(), self.undo)
 
 
 @dataclass(frozen=True)
@@ -52,7 +34,7 @@ class SyncContext:
     workers: Workers
     layout: Layout
     rule: UpdateRule
-    transport: str  # 'auto', 'psum' or 'hub'
+    options: ReduceOptions  # how sums travel
     batch: int
     seed: int = 0
     capacity: int = 0  # the most samples that these workers can take in one step

@@ -26,7 +26,7 @@ from hetjax.fleet.membership import kept_entries
 from hetjax.reduce.base import Reduce, Replicas
 from hetjax.reduce.layout import HOST_SLOTS, Parts, StepReport, StepSums, level_of_all, with_bad_update
 from hetjax.reduce.trainable import trainable
-from hetjax.reduce.transports import sum_parts
+from hetjax.reduce.transports import sum_parts, zero_parts
 from hetjax.reduce.update import Update
 from hetjax.sampling.order import PlannedStep
 from hetjax.state import State
@@ -93,11 +93,11 @@ class Decentralized(Sync):
 
     def open(self, context: SyncContext, state: State) -> tuple[Reduce, Any]:
         kinds = context.workers.kinds
-        if len(kinds) > 1 or context.transport == "hub":
+        if len(kinds) > 1 or context.options.transport == "host":
             raise ValueError(
                 "Decentralized workers exchange parameters in one program over all devices, which needs devices of one "
-                f"kind and transport 'psum' or 'auto'; the devices are {', '.join(kinds)} with transport "
-                f"{context.transport!r}. Use sync='allreduce'."
+                f"kind and transport 'mesh' or 'auto'; the devices are {', '.join(kinds)} with transport "
+                f"{context.options.transport!r}. Use sync='allreduce'."
             )
         mixing = self.mixing(len(context.workers))
         log.info(
@@ -121,6 +121,7 @@ class NeighborReduce:
         self.workers, self.layout, self.seed = context.workers, context.layout, context.seed
         self.mixing, self.every, self.faithful = mixing, every, faithful
         self.finish, self.update = context.rule.finish(), Update(self._moved, context.rule.undo)
+        self._zeros_w = zero_parts(self.layout, self.workers.own)
         always = every == 1 and mixing.probability_R is None
         self.mixing_step = self._compile(core, mixes=True)
         self.local_step = self.mixing_step if always else self._compile(core, mixes=False)
@@ -207,7 +208,8 @@ class NeighborReduce:
     def __call__(
         self, core: Tree, parts_w: Sequence[Parts], slots_w: Sequence[list[float]], step: PlannedStep
     ) -> tuple[Tree, jax.Array]:
-        parts = tuple(self.workers.stack(part) for part in zip(*parts_w, strict=True))
+        filled_w = [parts or zeros for parts, zeros in zip(parts_w, self._zeros_w, strict=True)]
+        parts = tuple(self.workers.stack(part) for part in zip(*filled_w, strict=True))
         due = step.number % self.every == 0  # k % F == 0
         active_R = self.mixing.active(self.seed, step.number) & due
         weights_W = step.plan.weights_W

@@ -72,7 +72,7 @@ def plain(tree):
     return nnx.to_pure_dict(tree)
 
 
-@pytest.mark.parametrize("transport", ["psum", pytest.param("hub", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("transport", ["mesh", pytest.param("host", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("engine", ["chunked", pytest.param("looped", marks=pytest.mark.slow), "masked"])
 def test_groups_give_the_same_training_for_any_split(engine, transport):
     model, optimizer = flax_model(), optax.sgd(0.1, momentum=0.9)

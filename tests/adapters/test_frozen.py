@@ -45,7 +45,7 @@ def assert_same_bits(got, expected):
 
 SYNCS = {
     "allreduce": {},
-    "hub": {"transport": "hub"},
+    "host": {"transport": "host"},
     "skip": {"on_nonfinite": "skip"},
     "ring": {"sync": "decentralized"},
     "daso": {"sync": Daso(nodes=[1, 2], max_skip=2, warm_up=1, cool_down=1)},

@@ -34,7 +34,7 @@ def test_workers_of_two_kinds_train_like_one_worker(two_kinds):
     ) as trainer:
         state, history = trainer.fit(trainer.init(PARAMS), LINEAR.data, steps=5)
         ladders = trainer.step.engine.ladders
-    assert (history.engine, history.transport) == ("chunked", "hub")
+    assert (history.engine, history.transport) == ("chunked", "host")
     assert set(ladders) == {"kind 0", "kind 1"}
     assert distance(state.params, params) <= 1e-5  # the parameters start at zero
     np.testing.assert_allclose(history.losses, losses, rtol=1e-5)
@@ -44,7 +44,7 @@ def test_workers_of_two_kinds_train_like_one_worker(two_kinds):
     ("options", "message"),
     [
         ({"engine": "looped"}, "which XLA cannot compile for devices of several kinds"),
-        ({"transport": "psum"}, "The psum transport needs devices of one kind"),
+        ({"transport": "mesh"}, "The transport 'mesh' needs devices of one kind"),
     ],
 )
 def test_one_program_over_two_kinds_is_rejected(options, message, two_kinds):

@@ -25,7 +25,7 @@ from hetjax.engines.local import layout_of, train_sums
 from hetjax.reduce import layout as layouts
 from hetjax.reduce.base import own_slots
 from hetjax.reduce.layout import Layout
-from hetjax.reduce.transports import make_reduce
+from hetjax.reduce.transports import ReduceOptions, make_reduce
 from hetjax.reduce.update import Update
 from hetjax.sampling.order import Span
 from hetjax.trainer import Trainer
@@ -33,9 +33,21 @@ from hetjax.trainer import Trainer
 BATCH = 24
 MODELS = ("mlp", "cnn", "transformer")
 ENGINES = ("chunked", "looped", "masked")
-TRANSPORTS = ("psum", "hub")
+TRANSPORTS = ("mesh", "host")
 WORKERS = (1, 2, 3, 4, 8)
 QUICK = {"mlp": (1, 3, 8), "cnn": (3,), "transformer": (4,)}
+
+
+@dataclass(frozen=True)
+class GivenUpdate:
+    """A rule whose update is this function of the core and the sums."""
+
+    finish: object
+
+    def update(self):
+        return Update(self.finish)
+
+
 GRID = [
     pytest.param(model, workers, marks=[] if workers in QUICK[model] else pytest.mark.slow)
     for model in MODELS
@@ -89,7 +101,7 @@ def bench(model: str, engine: str, workers: int) -> Iterator[Bench]:
     core = (made.params, None, jax.tree.map(jnp.zeros_like, made.params))
     finishes = {"": _keep_gradient, " momentum": _momentum}
     reduces = {
-        f"{t}{name}": Holder(make_reduce(t, devices, layout, Update(finish), core))
+        f"{t}{name}": Holder(make_reduce(ReduceOptions(t), devices, layout, GivenUpdate(finish), core))
         for t in TRANSPORTS
         for name, finish in finishes.items()
     }
@@ -156,7 +168,7 @@ def test_large_gradients_travel_in_separate_parts_of_one_all_reduce(engine, monk
     with bench("mlp", engine, 3) as made:
         assert len(made.layout.sizes) > 2
         check_any_allocation(made, 3)
-        program = made.reduces["psum"]._run.as_text()
+        program = made.reduces["mesh"]._run.as_text()
     assert len(re.findall(r"all-reduce(?:-start)?\(", program)) == 1
 
 
@@ -177,10 +189,10 @@ def test_garbage_in_padding_and_on_idle_workers_never_reaches_a_gradient(engine)
 
 
 STEPS = [
-    ("mlp", 2, "hub"), ("mlp", 4, "psum"), ("mlp", 4, "hub"), ("cnn", 3, "psum"), ("cnn", 3, "hub"),
-    ("transformer", 8, "psum"), ("transformer", 8, "hub"),
+    ("mlp", 2, "host"), ("mlp", 4, "mesh"), ("mlp", 4, "host"), ("cnn", 3, "mesh"), ("cnn", 3, "host"),
+    ("transformer", 8, "mesh"), ("transformer", 8, "host"),
 ]  # fmt: skip
-EARLY = [("mlp", 2, "hub"), ("mlp", 4, "psum")]
+EARLY = [("mlp", 2, "host"), ("mlp", 4, "mesh")]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -207,8 +219,8 @@ def test_five_steps_of_momentum_equal_one_device(model, workers, transport, engi
 @pytest.mark.parametrize(
     ("model", "engine", "transport"),
     [
-        ("mlp", "looped", "hub"),
-        *(pytest.param("transformer", engine, "psum", marks=pytest.mark.slow) for engine in ENGINES),
+        ("mlp", "looped", "host"),
+        *(pytest.param("transformer", engine, "mesh", marks=pytest.mark.slow) for engine in ENGINES),
     ],
 )
 def test_five_steps_of_adam_in_float64(model, engine, transport, float64):
@@ -229,14 +241,16 @@ def test_an_extra_sum_over_workers_would_be_noticed(monkeypatch):
     sums_only = lambda core, sums: (core[0], core[1], sums.grads)
     with bench("mlp", "chunked", 2) as made:
         core = (made.problem.params, None, jax.tree.map(jnp.zeros_like, made.problem.params))
-        opened = lambda: Holder(make_reduce("psum", made.engine.workers, made.layout, Update(sums_only), core))
+        opened = lambda: Holder(
+            make_reduce(ReduceOptions("mesh"), made.engine.workers, made.layout, GivenUpdate(sums_only), core)
+        )
         with monkeypatch.context() as patch:
             patch.setattr(jax.lax, "psum", lambda x, axis: plain(plain(x, axis), axis))
-            mutant = replace(made, reduces={"psum": opened()})
-        honest = replace(made, reduces={"psum": opened()})
+            mutant = replace(made, reduces={"mesh": opened()})
+        honest = replace(made, reduces={"mesh": opened()})
         batch = jax.tree.map(lambda x: x[:BATCH], made.problem.data)
         _, grads = part_of_data(made.problem, 7, 0, BATCH)
         summed = jax.tree.map(lambda g: g * BATCH, grads)
         counts = np.array([10, 14])
-        assert distance(honest.gradient(counts, "psum", batch)[1], summed) <= 1e-5
-        assert distance(mutant.gradient(counts, "psum", batch)[1], summed) > 0.5
+        assert distance(honest.gradient(counts, "mesh", batch)[1], summed) <= 1e-5
+        assert distance(mutant.gradient(counts, "mesh", batch)[1], summed) > 0.5

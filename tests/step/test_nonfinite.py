@@ -75,7 +75,7 @@ def test_all_finite(dtype, value, finite):
     assert all_finite({"key": jax.random.key(0), "count": jnp.int32(3)})
 
 
-@pytest.mark.parametrize("transport", ["psum", "hub"])
+@pytest.mark.parametrize("transport", ["mesh", "host"])
 def test_a_large_gradient_is_not_nan(transport):
     """Its norm squared is infinite in float32."""
     rows = data(poison=1e24)
@@ -86,8 +86,8 @@ def test_a_large_gradient_is_not_nan(transport):
 
 
 SYNCS = {
-    "psum": {},
-    "hub": {"transport": "hub"},
+    "mesh": {},
+    "host": {"transport": "host"},
     "decentralized": {"sync": Decentralized("complete")},
     "daso, all at once": {"sync": Daso(nodes=2, warm_up=1)},
     "daso": {"sync": Daso(nodes=2, warm_up=0, cool_down=0)},
@@ -109,7 +109,7 @@ def test_a_bad_update_of_good_gradients_is_named_and_can_be_skipped(sync, caplog
     assert 0.05 < np.abs(state.params["w"] - 1).max() < 0.95
 
 
-@pytest.mark.parametrize("transport", ["psum", "hub"])
+@pytest.mark.parametrize("transport", ["mesh", "host"])
 def test_a_skipped_step_changes_nothing(transport):
     """Neither parameters nor momenta, averages or counters."""
     options = {"on_nonfinite": "skip", "ema_decay": 0.9, "transport": transport}
@@ -136,7 +136,7 @@ def test_scalars_of_the_optimizer_state_may_be_infinite(policy):
     assert [record.left_out for record in history.records] == [False] * 3
 
 
-@pytest.mark.parametrize("sync", ["psum", "hogbatch"])
+@pytest.mark.parametrize("sync", ["mesh", "hogbatch"])
 def test_a_run_of_nothing_but_nan_ends(sync):
     rows = data()
     rows["y"][:] = np.nan

@@ -17,6 +17,7 @@ from hetjax.engines.clocks import LocalResult
 from hetjax.planning.controllers.base import Plan
 from hetjax.reduce.base import own_slots
 from hetjax.reduce.layout import Layout, StepSums
+from hetjax.reduce.transports import ReduceOptions
 from hetjax.sampling.order import Sampler, Span
 from hetjax.state import State
 from hetjax.sync import AllReduce, Decentralized
@@ -154,7 +155,11 @@ def opened(sync, workers, params, optimizer, state=None, **rule):
     """The reduce of a sync for these parameters, and the layout of their sums."""
     layout = Layout.of(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params), (), ())
     context = SyncContext(
-        Workers.of(jax.devices()[:workers]), layout, UpdateRule(optimizer, None, rule.get("ema_decay")), "auto", 10
+        Workers.of(jax.devices()[:workers]),
+        layout,
+        UpdateRule(optimizer, None, rule.get("ema_decay")),
+        ReduceOptions(),
+        10,
     )
     ema = None if rule.get("ema_decay") is None else params
     return Holder(sync.open(context, state or State(params, None, optimizer.init(params), ema))), layout
@@ -344,4 +349,4 @@ def test_invalid_options_are_rejected(options, message):
 
 def test_the_hub_transport_is_rejected():
     with pytest.raises(ValueError, match="sync='allreduce'"):
-        trained(quadratic(dtype=np.float32), Decentralized(), 2, 1, Counts([10, 10]), transport="hub")
+        trained(quadratic(dtype=np.float32), Decentralized(), 2, 1, Counts([10, 10]), transport="host")

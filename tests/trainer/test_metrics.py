@@ -94,7 +94,7 @@ def trainer_for(loss_fn, workers=3, engine=ENGINES[0], **options):
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("engine", ENGINES, ids=["chunked", "looped", "masked"])
-@pytest.mark.parametrize(("workers", "transport"), [(1, "psum"), (3, "psum"), (3, "hub")])
+@pytest.mark.parametrize(("workers", "transport"), [(1, "mesh"), (3, "mesh"), (3, "host")])
 def test_metrics_of_an_evaluation_equal_numpy(engine, workers, transport):
     """A loss and an accuracy by token, an accuracy by sequence, recall by class, and a confusion matrix at once."""
     with trainer_for(token_loss, workers, engine, transport=transport) as trainer:

@@ -200,7 +200,7 @@ def test_requests_outlast_an_evaluation_between_two_steps():
     assert saved.count(True) == 1
 
 
-@pytest.mark.parametrize("transport", ["psum", pytest.param("hub", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("transport", ["mesh", pytest.param("host", marks=pytest.mark.slow)])
 def test_a_nan_is_reported_and_leaves_the_parameters_alone(transport):
     made = problem("mlp", samples=48)
     order = Sampler(48, BATCH, 0).indices(0, 0, 48)
@@ -447,7 +447,7 @@ def test_bad_arguments_are_refused():
         averaged.fit(averaged.init(made.params), made.data, steps=1)
 
 
-@pytest.mark.parametrize("transport", ["psum", pytest.param("hub", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("transport", ["mesh", pytest.param("host", marks=pytest.mark.slow)])
 def test_weights_of_a_plan_scale_the_gradient_sum_of_each_worker(transport):
     """The published dp averages the workers' means: weights B / (N b_i), biased towards the small worker."""
     made = problem("mlp", samples=BATCH)

@@ -255,11 +255,11 @@ class Daso(Sync):
 
     def _check(self, context: SyncContext, layout: NodeLayout) -> None:
         for j, workers in zip(layout.local, layout.workers, strict=True):
-            if len(workers.kinds) > 1 or context.transport == "hub":
+            if len(workers.kinds) > 1 or context.options.transport == "host":
                 raise ValueError(
                     f"The workers of a node sum their gradients in one program, which needs devices of one kind and "
-                    f"transport 'psum' or 'auto'; the devices of node {j} are {', '.join(workers.kinds)}, with "
-                    f"transport {context.transport!r}. Put devices of different kinds into different nodes."
+                    f"transport 'mesh' or 'auto'; the devices of node {j} are {', '.join(workers.kinds)}, with "
+                    f"transport {context.options.transport!r}. Put devices of different kinds into different nodes."
                 )
 
     def _core(self, state: State, node: int) -> Tree:

@@ -20,6 +20,7 @@ from hetjax.devices.compile import compile_over, expected
 from hetjax.devices.workers import AXIS, Workers
 from hetjax.reduce.layout import HOST_SLOTS, SLOTS, Layout, Parts, level_of_all, with_bad_update
 from hetjax.reduce.trainable import trainable, trained_core, with_trained, with_trained_core
+from hetjax.reduce.transports import zero_parts
 from hetjax.reduce.update import Update
 from hetjax.sync.daso.averaging import BlendWeights, Leaves
 
@@ -100,6 +101,7 @@ class Node:
     def __init__(self, workers: Workers, layout: Layout, update: Update, core: Tree):
         """core: from `place`; only its shapes are used."""
         self.workers, self.layout, self.update = workers, layout, update
+        self._zeros_w = zero_parts(layout, workers.own)
         with expected():
             self._compile(core)
 
@@ -163,7 +165,8 @@ class Node:
 
     def add(self, parts_w: Sequence[Parts], slots_w: Sequence[list[float]]) -> tuple[Leaves, jax.Array]:
         """The sums of a step over the node's workers, on all of them; and the tail: scalars and slots."""
-        parts = tuple(self.workers.stack(part) for part in zip(*parts_w, strict=True))
+        filled_w = [parts or zeros for parts, zeros in zip(parts_w, self._zeros_w, strict=True)]
+        parts = tuple(self.workers.stack(part) for part in zip(*filled_w, strict=True))
         return self._run_add(parts, self.workers.from_host(list(np.asarray(slots_w, np.float32))))
 
     def apply(self, core: Tree, totals: Leaves, tail: jax.Array) -> tuple[Tree, jax.Array, jax.Array]:

@@ -14,6 +14,7 @@ from hetjax.engines.clocks import LocalResult
 from hetjax.planning.controllers.base import Plan
 from hetjax.reduce.base import own_slots
 from hetjax.reduce.layout import Layout, StepSums
+from hetjax.reduce.transports import ReduceOptions
 from hetjax.sampling.order import Sampler, Span
 from hetjax.state import State
 from hetjax.sync.base import SyncContext, UpdateRule
@@ -113,7 +114,7 @@ class Driven:
         workers = Workers.of(jax.devices()[:nodes])
         self.layout = Layout.of(jax.ShapeDtypeStruct(x.shape, x.dtype), (), ())
         rule, end = UpdateRule(optimizer, None, None), epochs * samples
-        self.context = SyncContext(workers, self.layout, rule, "auto", 4, samples=samples, end=end)
+        self.context = SyncContext(workers, self.layout, rule, ReduceOptions(), 4, samples=samples, end=end)
         self.options = {"nodes": nodes, **options}
         self.sync = Daso(**self.options)
         self.samples, self.cursor = samples, 0

@@ -1,0 +1,155 @@
+"""One step's exchange of sums between processes by way of their hosts.
+
+    everyone                sends its tail (loss, metrics, slots) to all, and the pieces of its sums to their owners
+    the owner of a piece    adds what came in process order, and sends the result to all
+
+What the result is (the total, or new parameters) is up to the caller. Pieces are sent without waiting, so copies, the
+network and adding overlap. All processes add the same numbers in the same order, so they get the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hetjax.reduce.finite import LARGE, NONFINITE
+
+Runs = list[np.ndarray]
+Run = tuple[int, int, int]  # (part, start, stop)
+
+_TAIL = 0  # number of the message with the tail; pieces follow
+
+
+class SumExchange:
+    """Exchanges the pieces of a vector; used by one thread, once per step, in all processes.
+
+    Args:
+        channel: a `hetjax.fleet.carrier.Channel` of its own.
+        process: index of this process.
+        runs: where each piece lies in the parts of the vector.
+        dtype: dtype of the vector.
+    """
+
+    def __init__(self, channel: Any, process: int, runs: Sequence[Sequence[Run]], dtype: Any):
+        self.channel, self.process = channel, process
+        self.runs, self.dtype = runs, np.dtype(dtype)
+        self.owners = [process] * len(runs)  # of each piece
+        self._sent: dict[int, list[Any]] = {}  # trackers of results, whose buffers are used again
+        self._totals: dict[int, Runs] = {}
+
+    @property
+    def own(self) -> list[int]:
+        """The pieces of this process."""
+        return [k for k, owner in enumerate(self.owners) if owner == self.process]
+
+    def send(self, parts: Sequence[np.ndarray] | None, tail: np.ndarray, listeners: Sequence[int]) -> None:
+        """Start a round: send the tail to all listeners, and the pieces of the sums to their owners.
+
+        Args:
+            parts: the sums of this process, which must not change before the next round; None: it has none.
+            tail: its tail.
+            listeners: other processes that receive the tail.
+        """
+        for peer in listeners:
+            self.channel.send(peer, _TAIL, [tail])
+        if parts is None:
+            return
+        for k, owner in enumerate(self.owners):
+            if owner != self.process:
+                self.channel.send(owner, 1 + k, [parts[part][start:stop] for part, start, stop in self.runs[k]])
+
+    def tail(self, own: np.ndarray | None, senders: Sequence[int]) -> np.ndarray:
+        """The sum of all tails, in process order; `own`: None for a process that sends none."""
+        total: np.ndarray | None = None
+        for sender in senders:
+            one = own if sender == self.process else self._read(self.channel.receive(sender, _TAIL)[0])
+            assert one is not None
+            total = one.copy() if total is None else total + one
+        assert total is not None
+        return total
+
+    def total(self, k: int, parts: Sequence[np.ndarray] | None, senders: Sequence[int]) -> Runs:
+        """The sums of an own piece over these processes, in process order."""
+        for tracker in self._sent.pop(k, []):
+            tracker.wait(self.channel.carrier.wait_limit)
+        sums = self._totals.setdefault(k, [np.empty(stop - start, self.dtype) for _, start, stop in self.runs[k]])
+        held: Runs | None = None  # the first summand: added to the second one without a copy
+        for number, sender in enumerate(senders):
+            if sender == self.process:
+                assert parts is not None
+                came = [parts[part][start:stop] for part, start, stop in self.runs[k]]
+            else:
+                came = [self._read(frame) for frame in self.channel.receive(sender, 1 + k)]
+            if number == 0:
+                held = came
+                continue
+            for run, (first, other) in zip(sums, zip(held or sums, came, strict=True), strict=True):
+                np.add(first, other, out=run)
+            held = None
+        return held if held is not None else sums
+
+    def publish(self, k: int, header: np.ndarray, runs: Sequence[np.ndarray], to: Sequence[int]) -> None:
+        """Send the result of an own piece; its buffers must not change before the next but one round."""
+        number = 1 + len(self.owners) + k
+        self._sent[k] = [self.channel.send(peer, number, [header, *runs]) for peer in to if peer != self.process]
+
+    def result(self, k: int) -> tuple[np.ndarray, list[memoryview]]:
+        """The header and the frames of another process's result."""
+        header, *runs = self.channel.receive(self.owners[k], 1 + len(self.owners) + k)
+        return np.frombuffer(header, np.float64), runs
+
+    def vector_sum(self, own: np.ndarray, members: Sequence[int]) -> np.ndarray:
+        """The sum of a short float64 vector over these processes, in process order; all of them call this."""
+        number = 1 + 2 * len(self.owners)
+        for peer in members:
+            if peer != self.process:
+                self.channel.send(peer, number, [own])
+        total = np.zeros_like(own)
+        for peer in members:
+            total += own if peer == self.process else np.frombuffer(self.channel.receive(peer, number)[0])
+        return total
+
+    def tell(self, peers: Sequence[int], *frames: np.ndarray) -> None:
+        """Send arrays to these processes, which wait for them in this round."""
+        for peer in peers:
+            self.channel.send(peer, 3 + 2 * len(self.owners), list(frames))
+
+    def heard_all(self, sender: int) -> list[memoryview]:
+        """The frames that a process tells this one in this round."""
+        return self.channel.receive(sender, 3 + 2 * len(self.owners))
+
+    def heard(self, sender: int) -> np.ndarray:
+        """The vector that a process tells this one in this round."""
+        return self._read(self.heard_all(sender)[0]).copy()
+
+    def note(self, slots: np.ndarray, to: int) -> None:
+        """Tell a process what this one, which sits the step out, requests; it is not waited for."""
+        self.channel.send(to, 2 + 2 * len(self.owners), [np.asarray(slots, np.float64)])
+
+    def notes(self, senders: Sequence[int]) -> dict[int, np.ndarray]:
+        """The last note of each of these processes that has arrived."""
+        carrier, number = self.channel.carrier, 2 + 2 * len(self.owners)
+        found = {peer: carrier.latest(peer, self.channel.number, self.channel.round, number) for peer in senders}
+        return {peer: np.frombuffer(mail[0]) for peer, mail in found.items() if mail is not None}
+
+    def end(self) -> None:
+        """End the round."""
+        self.channel.round += 1
+
+    def _read(self, frame: memoryview) -> np.ndarray:
+        return np.frombuffer(frame, self.dtype)
+
+
+def sum_of_squares(runs: Sequence[np.ndarray]) -> float:
+    """Sum of the squares of all values; not finite if one of them is not, or if the squares overflow."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return float(sum(float(np.vdot(run, run).real) for run in runs))
+
+
+def level_of(runs: Sequence[np.ndarray], squares: float) -> float:
+    """The `nonfinite_level` of values with this sum of squares."""
+    if np.isfinite(squares):
+        return 0.0
+    return LARGE if all(np.isfinite(run).all() for run in runs) else NONFINITE

@@ -1,0 +1,207 @@
+"""The reduce between processes that each have their own JAX backend: sums travel by way of the hosts.
+
+Every process receives the totals and applies the same update; `hetjax.reduce.sharded` updates each parameter once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from hetjax import processes
+from hetjax.devices.compile import compile_for, expected
+from hetjax.devices.workers import Workers
+from hetjax.reduce.base import OnDemand, Replicas
+from hetjax.reduce.exchange import SumExchange, level_of, sum_of_squares
+from hetjax.reduce.finite import NONFINITE
+from hetjax.reduce.layout import HOST_SLOTS, MANY, SLOTS, Layout, Parts, StepReport
+from hetjax.reduce.slices import Piece, assign, cut
+from hetjax.reduce.update import Update
+from hetjax.sampling.order import PlannedStep
+from hetjax.state import State
+
+Tree = Any
+
+LEVEL, BAD = SLOTS.index("nonfinite_level"), SLOTS.index("bad_update")
+_CHECKSUM, _LEFT = SLOTS.index("checksum"), SLOTS.index("left")
+
+
+class HostSums:
+    """What both reduces share: sums of the local workers, tails, and who takes part in a step.
+
+    Args:
+        workers: all workers.
+        layout: the layout of their sums.
+        pieces: how the vector of gradients is divided.
+        share_P: share of each process in the pieces.
+    """
+
+    name = "host"
+
+    def __init__(self, workers: Workers, layout: Layout, pieces: Sequence[Piece], share_P: np.ndarray):
+        self.workers, self.layout, self.me, self.pieces = workers, layout, workers.process, pieces
+        self.everyone = sorted(set(workers.process_W.tolist()))
+        small, last = layout.grad_sizes[-1], len(layout.sizes) - 1
+        state = layout.sizes[-1] - small - layout.values
+        self.state_piece = len(pieces) if state else None  # sums of the model state: a last piece
+        runs = [piece.runs for piece in pieces] + ([((last, small, small + state),)] if state else [])
+        link = processes.link()
+        assert link is not None
+        self.exchange = SumExchange(link.channel(), self.me, runs, layout.dtype)
+        self.own(share_P)
+
+    def own(self, share_P: np.ndarray) -> None:
+        """Set the owners of the pieces; the sums of the model state go to the first of them."""
+        owners = assign([piece.size for piece in self.pieces], share_P) or [int(np.argmax(share_P))]
+        self.owners = sorted(set(owners))
+        self.exchange.owners = [
+            *owners[: len(self.pieces)],
+            *([self.owners[0]] if self.state_piece is not None else []),
+        ]
+
+    # -- who takes part --
+
+    def contributors(self, step: PlannedStep) -> list[int]:
+        """Processes with samples in a step."""
+        return sorted(set(self.workers.process_W[step.plan.counts_W > 0].tolist())) or [self.owners[0]]
+
+    def involved(self, step: PlannedStep) -> list[int]:
+        """Processes that exchange something in a step: those with samples, and owners."""
+        return sorted({*self.contributors(step), *self.owners})
+
+    # -- sums --
+
+    def local_sums(self, parts_w: Sequence[Parts], step: PlannedStep) -> list[np.ndarray] | None:
+        """The sums over this process's workers, in their order, as host arrays; None without samples."""
+        given = [(i, parts) for i, parts in zip(self.workers.local, parts_w, strict=True) if parts]
+        for _, parts in given:
+            for part in parts:
+                part.copy_to_host_async()
+        total: list[np.ndarray] | None = None
+        for i, parts in given:
+            one = [np.asarray(part).reshape(-1) for part in parts]
+            if step.plan.weights_W is not None:
+                weight = np.asarray(step.plan.weights_W[i], self.layout.dtype)
+                grads = self.layout.grad_sizes
+                one = [np.concatenate([x[:n] * weight, x[n:]]) for x, n in zip(one, grads, strict=True)]
+            total = one if total is None else [a + b for a, b in zip(total, one, strict=True)]
+        return total
+
+    def own_tail(self, parts: list[np.ndarray] | None, slots_w: Sequence[list[float]]) -> np.ndarray:
+        """This process's tail: loss, weight, count and metrics, and the slots of its workers in a table of zeros."""
+        values = self.layout.values
+        tail = np.zeros(values + len(self.workers) * len(SLOTS), self.layout.dtype)
+        if parts is not None:
+            tail[:values] = parts[-1][len(parts[-1]) - values :]
+        table = tail[values:].reshape(-1, len(SLOTS))
+        for i, slots in zip(self.workers.local, slots_w, strict=True):
+            table[i, : len(slots)] = slots
+        return tail
+
+    def speak_for_absent(self, tail: np.ndarray, involved: Sequence[int], step: PlannedStep) -> None:
+        """Fill in the slots of processes that sit the step out; the first of the others does so."""
+        absent = [process for process in self.everyone if process not in involved]
+        if self.me != involved[0] or not absent:
+            return
+        table, notes = tail[self.layout.values :].reshape(-1, len(SLOTS)), self.exchange.notes(absent)
+        for process in absent:
+            rows = self.workers.process_W == process
+            table[rows, _LEFT] = MANY
+            if process in notes:
+                table[rows, :HOST_SLOTS] = notes[process].reshape(-1, HOST_SLOTS)
+            table[rows, _CHECKSUM] = step.plan.checksum
+
+    def report_bad(
+        self, tail: np.ndarray, level: float, bad: bool, parts_w: Sequence[Parts], involved: Sequence[int]
+    ) -> np.ndarray:
+        """Write into the tail whose sums were not finite, and whether the update was; and pass it on to the absent."""
+        table = tail[self.layout.values :].reshape(-1, len(SLOTS))
+        if level >= NONFINITE:
+            finite = lambda parts: all(np.isfinite(np.asarray(part)).all() for part in parts)
+            own_W = np.zeros(len(self.workers))
+            own_W[list(self.workers.local)] = [0.0 if finite(parts) else NONFINITE for parts in parts_w]
+            found_W = self.exchange.vector_sum(own_W, involved)
+            table[:, LEVEL] = found_W if found_W.any() else NONFINITE  # finite sums with an infinite total
+        table[:, BAD] = bad
+        if self.me == involved[0]:
+            self.exchange.tell([process for process in self.everyone if process not in involved], tail)
+        self.exchange.end()
+        return tail
+
+    def read(self, tail: np.ndarray) -> StepReport:
+        """The report of a step."""
+        return StepReport.read(self.layout, tail, len(self.workers))
+
+
+class HostReplicated(HostSums):
+    """Every process receives the totals and updates its own copy, on one of its devices."""
+
+    def __init__(self, workers: Workers, layout: Layout, update: Update, core: Any, share_P: np.ndarray):
+        super().__init__(workers, layout, cut(layout.places, "elements"), share_P)
+        self.update, self.lead = update, workers.own[0]
+        self._totals = [np.zeros(size, layout.dtype) for size in layout.sizes]
+        self._apply = None if update.finish is None else self._compiled(core)
+
+    def _compiled(self, core: Any) -> Any:
+        here = SingleDeviceSharding(self.lead)
+        spec = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
+        parts = tuple(jax.ShapeDtypeStruct((n,), self.layout.dtype, sharding=here) for n in self.layout.sizes)
+        level = jax.ShapeDtypeStruct((), self.layout.dtype, sharding=here)
+
+        def apply(core: Any, parts: Parts, level: jax.Array) -> tuple[Any, jax.Array]:
+            sums = self.layout.unpack(parts)
+            return self.update(core, sums, sums.weight, level)
+
+        with expected():
+            arguments = jax.tree.map(spec, core), parts, level
+            return compile_for(apply, arguments, [self.lead], donate=self.update.donate)[0]
+
+    def __call__(
+        self, core: Any, parts_w: Sequence[Parts], slots_w: Sequence[list[float]], step: PlannedStep
+    ) -> tuple[Any, np.ndarray]:
+        exchange, senders = self.exchange, self.contributors(step)
+        parts = self.local_sums(parts_w, step) if self.me in senders else None
+        tail = self.own_tail(parts, slots_w)
+        others = [process for process in self.everyone if process != self.me]
+        exchange.send(parts, tail, others)
+        tail = exchange.tail(tail, self.everyone)
+        level, mine = 0.0, exchange.own
+        for k in mine:
+            runs = exchange.total(k, parts, senders)
+            header = np.array([level_of(runs, sum_of_squares(runs))])
+            exchange.publish(k, header, runs, others)
+            self._store(k, runs)
+            level = max(level, header[0])
+        for k in range(len(exchange.owners)):
+            if k not in mine:
+                header, frames = exchange.result(k)
+                self._store(k, frames)
+                level = max(level, header[0])
+        values = tail[: self.layout.values]
+        self._totals[-1][len(self._totals[-1]) - len(values) :] = values
+        level = max(level, level_of([values], sum_of_squares([values])))
+        bad = False
+        if self._apply is not None:
+            core, flag = self._apply(core, tuple(self._totals), np.asarray(level, self.layout.dtype))
+            bad = bool(flag)
+        return core, self.report_bad(tail, level, bad, parts_w, self.everyone)
+
+    def _store(self, k: int, runs: Sequence[Any]) -> None:
+        for (part, start, stop), run in zip(self.exchange.runs[k], runs, strict=True):
+            self._totals[part][start:stop] = np.frombuffer(run, self.layout.dtype)
+
+    def replicas(self, core: Any, tail: Any) -> Replicas:
+        leaves = jax.tree.leaves(core[:2])
+        place = lambda k: leaves if self.workers.own[k] == self.lead else jax.device_put(leaves, self.workers.own[k])
+        return Replicas(
+            placed := OnDemand(len(self.workers.own), place),
+            OnDemand(len(self.workers.own), lambda k: placed[k][-1]),
+            lambda: jax.device_put(core[:2], self.workers.replicated),
+        )
+
+    def state(self, core: Any, step: int, cursor: int) -> State:
+        return State.of(core, step, cursor)

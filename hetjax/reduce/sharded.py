@@ -1,0 +1,473 @@
+"""The sharded update: the owner of a slice applies the optimizer to it and sends new parameters to all others.
+
+An owner keeps the optimizer state of its slice only. Replicas have the same bits, although unlike devices round unlike,
+and a slow process updates less. Nothing is applied before the results of all owners are there: one value that is not
+finite leaves all of the old core intact.
+
+A process without samples that owns nothing takes no part in a step. It hears the tail of the step, so it plans like the
+others, and gets parameters when it is to compute again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hetjax.devices.compile import compile_for, expected
+from hetjax.devices.workers import Workers, device_kind
+from hetjax.reduce.base import OnDemand, Replicas
+from hetjax.reduce.exchange import Runs, level_of, sum_of_squares
+from hetjax.reduce.finite import NONFINITE
+from hetjax.reduce.host import BAD, LEVEL, HostSums
+from hetjax.reduce.layout import SLOTS, Layout, Parts, StepReport
+from hetjax.reduce.sliced_update import OwnedPiece, PieceProgram, StateSlices, data_of, value_like
+from hetjax.reduce.slices import Granularity, Piece, assign, busy, cut, shares
+from hetjax.reduce.trainable import trainable, with_trained
+from hetjax.sampling.order import PlannedStep
+from hetjax.state import Deferred, State, gathered
+
+Tree = Any
+
+
+@dataclass(frozen=True)
+class HostCore:
+    """What a process holds between steps under the sharded update."""
+
+    vector: list[np.ndarray]  # all trainable parameters, in the order of the sums
+    model_state: Tree
+    owned: dict[int, OwnedPiece]  # of own pieces
+    fresh: frozenset[int]  # processes that have these parameters
+
+
+@dataclass(frozen=True)
+class ShardedRule:
+    """How slices are updated: see `hetjax.sync.base.UpdateRule`."""
+
+    optimizer: Any
+    advance: Callable[[Tree, Tree], Tree] | None
+    ema_decay: float | None
+    clip_norm: float | None = None
+    granularity: Granularity = "elements"
+
+
+class HostSharded(HostSums):
+    """The owner of a piece updates it and sends the new parameters to all.
+
+    Args:
+        workers: all workers.
+        layout: the layout of their sums.
+        rule: optimizer and its granularity.
+        core: the whole initial core, the same in all processes; it is copied.
+        rate_P: relative speed of each process, which its share in the update follows.
+        limit_P: the most that each process has memory for.
+        device: where this process updates its pieces.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        layout: Layout,
+        rule: ShardedRule,
+        core: Any,
+        rate_P: np.ndarray,
+        limit_P: np.ndarray,
+        device: jax.Device,
+    ):
+        self.rule, self.device, self.limit_P = rule, device, limit_P
+        self.rate_P, self.share_P, self._since = rate_P, shares(rate_P, limit_P), 0
+        params, model_state, *_ = core
+        self.trained = jax.eval_shape(lambda: trainable(params))
+        self.constants = with_trained(params, jax.tree.map(lambda x: np.zeros(0, x.dtype), self.trained))
+        self.slices = StateSlices(rule.optimizer, self.trained, rule.granularity)
+        super().__init__(workers, layout, cut(layout.places, rule.granularity), self.share_P)
+        self._buffers = [[_aligned(n, layout.dtype) for n in layout.grad_sizes] for _ in range(2)]
+        self._programs: dict[int, PieceProgram] = {}
+        self._small = self._compile_small()
+        self._placed_constants: dict[jax.Device, Any] = {}
+        self.advance = None if rule.advance is None or model_state is None else self._compile_advance(model_state)
+
+    def place(self, core: Any) -> HostCore:
+        """The core of this process: parameters, and the state of its own pieces."""
+        params, model_state, opt_state, ema = core
+        vector = self._buffers[0]
+        self._flatten(trainable(params), vector)
+        averages = None if ema is None else [np.empty_like(part) for part in vector]
+        if averages is not None:
+            self._flatten(trainable(ema), averages)
+        owned = {}
+        for k in self._own_pieces():
+            piece = self.pieces[k]
+            mine = None if averages is None else _runs(averages, piece)
+            owned[k] = self._program(k).place(OwnedPiece(self.slices.cut(opt_state, piece.ranges), mine))
+        model_state = jax.tree.map(np.asarray, model_state)
+        return HostCore(vector, model_state, owned, frozenset(self.everyone))
+
+    def _program(self, k: int) -> PieceProgram:
+        if k not in self._programs:
+            piece = self.pieces[k]
+            self._programs[k] = PieceProgram(piece, self.slices, self.layout, self.rule.ema_decay, self.device)
+        return self._programs[k]
+
+    def _own_pieces(self) -> list[int]:
+        return [k for k in self.exchange.own if k < len(self.pieces)]
+
+    def _flatten(self, tree: Tree, vector: list[np.ndarray]) -> None:
+        for leaf, (part, offset, size) in zip(jax.tree.leaves(tree), self.layout.places, strict=True):
+            vector[part][offset : offset + size] = np.asarray(leaf, self.layout.dtype).reshape(-1)
+
+    def _tree(self, vector: list[np.ndarray], copy: bool) -> Tree:
+        """The trainable parameters in a vector, as host arrays."""
+        leaves = []
+        for like, (part, offset, size) in zip(jax.tree.leaves(self.trained), self.layout.places, strict=True):
+            leaf = vector[part][offset : offset + size].reshape(like.shape).astype(like.dtype, copy=copy)
+            leaves.append(leaf)
+        return jax.tree.unflatten(jax.tree.structure(self.trained), leaves)
+
+    # -- a step --
+
+    def __call__(
+        self, core: HostCore, parts_w: Sequence[Parts], slots_w: Sequence[list[float]], step: PlannedStep
+    ) -> tuple[HostCore, np.ndarray]:
+        core = self._rebalanced(core)
+        exchange, senders, involved = self.exchange, self.contributors(step), self.involved(step)
+        if self.me not in involved:
+            exchange.note(np.asarray(slots_w, np.float64), involved[0])
+            tail = exchange.heard(involved[0])
+            exchange.end()
+            return (core if self._left_out(tail) else replace(core, fresh=frozenset(involved))), tail
+        parts = self.local_sums(parts_w, step) if self.me in senders else None
+        tail = self.own_tail(parts, slots_w)
+        self.speak_for_absent(tail, involved, step)
+        exchange.send(parts, tail, [process for process in involved if process != self.me])
+        tail = exchange.tail(tail, involved)
+        values = tail[: self.layout.values]
+        loss, weight = float(values[0]), float(values[1])
+        level = level_of([values], sum_of_squares([values]))
+        if level >= NONFINITE or not weight > 0:  # known to all before anything else is sent
+            self._drain(senders)
+            return core, self.report_bad(tail, level, False, parts_w, involved)
+        totals = {k: exchange.total(k, parts, senders) for k in self._own_pieces()} if self.rule.clip_norm else {}
+        scale = self._scale(totals, weight) if self.rule.clip_norm else 1.0
+        new = self._buffers[core.vector is self._buffers[0]]
+        owned, bad, model_state = dict(core.owned), False, core.model_state
+        for k in exchange.own:
+            runs = totals[k] if k in totals else exchange.total(k, parts, senders)
+            own_level = level_of(runs, sum_of_squares(runs))
+            if k == self.state_piece:
+                model_state, result = self._advanced(core.model_state, runs)
+                header = np.array([own_level, 0.0])
+            else:
+                piece = self.pieces[k]
+                result, owned[k], wrong = self._programs[k](
+                    _runs(core.vector, piece), core.owned[k], runs, weight, loss, scale, own_level
+                )
+                header = np.array([own_level, wrong])
+                _store(new, piece, result)
+            exchange.publish(k, header, result, involved)
+            level, bad = max(level, header[0]), bad or bool(header[1])
+        for k in range(len(exchange.owners)):
+            if exchange.owners[k] == self.me:
+                continue
+            header, frames = exchange.result(k)
+            if k == self.state_piece:
+                model_state = self._read_state(core.model_state, frames)
+            else:
+                _store(new, self.pieces[k], frames)
+            level, bad = max(level, header[0]), bad or bool(header[1])
+        bad = bad and level < NONFINITE
+        tail = self.report_bad(tail, level, bad, parts_w, involved)
+        if level >= NONFINITE or bad:  # the old core is intact
+            return core, tail
+        return HostCore(new, model_state, owned, frozenset(involved)), tail
+
+    def _scale(self, totals: dict[int, Runs], weight: float) -> float:
+        """The factor of clipping by the global norm, from the sums of squares of all owners."""
+        own = sum(sum_of_squares(runs) for runs in totals.values())
+        norm = (
+            float(self.exchange.vector_sum(np.array([own]), self.owners)[0]) ** 0.5 / weight
+            if self.me in self.owners
+            else 0.0
+        )
+        limit = self.rule.clip_norm
+        assert limit is not None
+        return limit / norm if norm > limit else 1.0  # NaN: not finite, found later
+
+    def _drain(self, senders: Sequence[int]) -> None:
+        """Take the pieces of a step that is left out."""
+        for k in self.exchange.own:
+            for sender in senders:
+                if sender != self.me:
+                    self.exchange.channel.receive(sender, 1 + k)
+
+    def _left_out(self, tail: np.ndarray) -> bool:
+        """Whether a step changed nothing, by its final tail."""
+        table = tail[self.layout.values :].reshape(-1, len(SLOTS))
+        return bool((table[:, LEVEL] >= NONFINITE).any() or table[:, BAD].any() or not tail[1] > 0)
+
+    def prepare(self, core: HostCore, step: PlannedStep) -> HostCore:
+        """Give the current parameters to processes that sat out and compute again in this step."""
+        stale = [process for process in self.contributors(step) if process not in core.fresh]
+        return self._refreshed(core, stale)
+
+    def _refreshed(self, core: HostCore, stale: Sequence[int]) -> HostCore:
+        if not stale:
+            return core
+        source = min(core.fresh)
+        flat, tree = jax.tree.flatten(core.model_state)
+        if self.me == source:
+            for process in stale:
+                self.exchange.tell([process], *_chunks(core.vector), *flat)
+        elif self.me in stale:
+            vector = self._buffers[core.vector is self._buffers[0]]
+            frames = self.exchange.heard_all(source)
+            at = 0
+            for part in vector:
+                for start in range(0, len(part), _FRAME):
+                    part[start : start + _FRAME] = np.frombuffer(frames[at], self.layout.dtype)
+                    at += 1
+            state = [np.frombuffer(f, x.dtype).reshape(x.shape) for f, x in zip(frames[at:], flat, strict=True)]
+            core = replace(core, vector=vector, model_state=jax.tree.unflatten(tree, state))
+        self.exchange.end()
+        return replace(core, fresh=core.fresh | frozenset(stale))
+
+    # -- model state --
+
+    def _compile_advance(self, model_state: Tree) -> Any:
+        sizes, advance = self.layout.sizes[-1], self.rule.advance
+        assert advance is not None
+        zeros = lambda n: jnp.zeros(n, self.layout.dtype)
+
+        def run(model_state: Tree, sums: jax.Array) -> Tree:
+            small = self.layout.grad_sizes[-1]
+            rest = jnp.concatenate([zeros(small), sums, zeros(sizes - small - len(sums))])
+            parts = (*(zeros(n) for n in self.layout.sizes[:-1]), rest)
+            return advance(model_state, self.layout.unpack(parts).state_sums)
+
+        return jax.jit(run)
+
+    def _advanced(self, model_state: Tree, runs: Runs) -> tuple[Tree, list[np.ndarray]]:
+        assert self.advance is not None
+        with jax.default_device(self.device), expected():
+            new = jax.tree.map(np.asarray, self.advance(model_state, runs[0]))
+        return new, [np.ascontiguousarray(leaf) for leaf in jax.tree.leaves(new)]
+
+    def _read_state(self, like: Tree, frames: Sequence[Any]) -> Tree:
+        flat, tree = jax.tree.flatten(like)
+        read = [np.frombuffer(run, x.dtype).reshape(x.shape) for run, x in zip(frames, flat, strict=True)]
+        return jax.tree.unflatten(tree, read)
+
+    # -- what workers and users read --
+
+    def _compile_small(self) -> Any:
+        """The leaves that share the last part: one program instead of a copy for each of them."""
+        last = len(self.layout.sizes) - 1
+        leaves = jax.tree.leaves(self.trained)
+        small = [(k, offset, size) for k, (part, offset, size) in enumerate(self.layout.places) if part == last]
+        self._small_leaves = [k for k, *_ in small]
+        if not small:
+            return {}
+
+        def unpack(rest: jax.Array) -> list[jax.Array]:
+            return [rest[at : at + n].reshape(leaves[k].shape).astype(leaves[k].dtype) for k, at, n in small]
+
+        shape = (jax.ShapeDtypeStruct((self.layout.grad_sizes[-1],), self.layout.dtype),)
+        programs: dict[jax.Device, Any] = {}
+        with expected():
+            for kind in self.workers.own_kinds:
+                devices = [d for d in self.workers.own if device_kind(d) == kind]
+                programs |= dict(zip(devices, compile_for(unpack, shape, devices), strict=True))
+        return programs
+
+    def replicas(self, core: HostCore, tail: Any) -> Replicas:
+        """Parameters and model state on each worker's device, placed when the worker has something to compute."""
+        placed = OnDemand(len(self.workers.own), lambda k: self._on_device(core, self.workers.own[k]))
+        return Replicas(
+            placed,
+            OnDemand(len(self.workers.own), lambda k: placed[k][-1]),
+            lambda: jax.device_put((self._params(core, copy=True), core.model_state), self.workers.replicated),
+        )
+
+    def _on_device(self, core: HostCore, device: jax.Device) -> list[jax.Array]:
+        large = {
+            k: core.vector[part].reshape(like.shape).astype(like.dtype, copy=False)
+            for k, (like, (part, *_)) in enumerate(zip(jax.tree.leaves(self.trained), self.layout.places, strict=True))
+            if k not in self._small_leaves
+        }
+        leaves: dict[int, Any] = dict(zip(large, jax.device_put(list(large.values()), device), strict=True))
+        if self._small_leaves:
+            leaves |= dict(zip(self._small_leaves, self._small[device](core.vector[-1]), strict=True))
+        trained = jax.tree.unflatten(jax.tree.structure(self.trained), [leaves[k] for k in sorted(leaves)])
+        if device not in self._placed_constants:
+            self._placed_constants[device] = jax.device_put(self.constants, device)
+        params = with_trained(self._placed_constants[device], trained)
+        return jax.tree.leaves((params, jax.device_put(core.model_state, device)))
+
+    def _params(self, core: HostCore, copy: bool) -> Tree:
+        return with_trained(self.constants, self._tree(core.vector, copy))
+
+    def view(self, core: HostCore, step: int, cursor: int) -> State:
+        """The state without an exchange: what other processes hold is gathered where it is read, by all of them."""
+        latest = [core]
+
+        def refresh() -> HostCore:
+            latest[0] = self._refreshed(latest[0], self._stale(latest[0]))
+            return latest[0]
+
+        whole = Deferred(lambda: self._gathered(refresh()))
+        ema = None if self.rule.ema_decay is None else Deferred(lambda: self._average(refresh()))
+        if self.me in core.fresh:
+            return State(self._params(core, copy=True), core.model_state, whole, ema, step, cursor)
+        params, model_state = (Deferred(lambda i=i: self._current(latest[0])[i]) for i in range(2))
+        return State(params, model_state, whole, ema, step, cursor)
+
+    def _current(self, core: HostCore) -> tuple[Tree, Tree]:
+        if self.me not in core.fresh:
+            raise ValueError(
+                f"Process {self.me} sits out, so it does not have the current parameters. Read them in all processes, "
+                "with step.export(state)."
+            )
+        return self._params(core, copy=True), core.model_state
+
+    def _stale(self, core: HostCore) -> list[int]:
+        return [process for process in self.everyone if process not in core.fresh]
+
+    def state(self, core: HostCore, step: int, cursor: int) -> State:
+        """The whole state, in all processes; collective."""
+        return gathered(self.view(core, step, cursor))
+
+    def evaluated(self, core: HostCore, step: int, cursor: int) -> State:
+        """The state without that of the optimizer, in all processes; collective."""
+        core = self._refreshed(core, self._stale(core))
+        ema = None if self.rule.ema_decay is None else self._average(core)
+        return State(*self._current(core), None, ema, step, cursor)
+
+    def _gathered(self, core: HostCore) -> Tree:
+        """The whole state of the optimizer; collective."""
+        ranges_K = [piece.ranges for piece in self.pieces]
+        arrays_K = []
+        for k, piece in enumerate(self.pieces):
+            like = self.slices.state_like(piece.ranges)
+            own = self.slices.own_arrays(core.owned[k].opt_state, piece.ranges) if k in core.owned else None
+            arrays_K.append(self._shared(self.exchange.owners[k], own, self.slices.own_arrays_like(like, piece.ranges)))
+        return self.slices.joined(arrays_K, ranges_K)
+
+    def _average(self, core: HostCore) -> Tree:
+        """The whole moving average; collective."""
+        vector = [np.empty_like(part) for part in core.vector]
+        for k, piece in enumerate(self.pieces):
+            like = [jax.ShapeDtypeStruct((stop - start,), self.layout.dtype) for _, start, stop in piece.runs]
+            own = [np.asarray(run) for run in core.owned[k].ema or []] if k in core.owned else None
+            _store(vector, piece, self._shared(self.exchange.owners[k], own, like))
+        return with_trained(self.constants, self._tree(vector, copy=True))
+
+    def _shared(self, owner: int, own: list[np.ndarray] | None, like: Sequence[Any]) -> list[np.ndarray]:
+        """Arrays of one process in all processes."""
+        if own is not None:
+            self.exchange.tell([process for process in self.everyone if process != self.me], *_chunks(_bytes(own)))
+        found = own if own is not None else self._heard(owner, like)
+        self.exchange.end()
+        return found
+
+    def _heard(self, owner: int, like: Sequence[Any]) -> list[np.ndarray]:
+        """Arrays of these kinds that a process tells this one."""
+        frames, found = iter(self.exchange.heard_all(owner)), []
+        for x in like:
+            size, chunks = math.prod(x.shape) * x.dtype.itemsize, []
+            for _ in range(0, size, _FRAME):
+                chunks.append(next(frames))
+            found.append(np.frombuffer(b"".join(chunks), x.dtype).reshape(x.shape))
+        return found
+
+    # -- other owners --
+
+    def read(self, tail: np.ndarray) -> StepReport:
+        """The report of a step. Its timings decide, in all processes alike, whether other owners are due."""
+        report = super().read(tail)
+        timed_W = np.nan_to_num(report.times_W) > 0
+        if timed_W.any():
+            rate_W = np.where(timed_W, report.rows_W / np.where(timed_W, report.times_W, 1.0), 0.0)
+            seen_P = np.bincount(self.workers.process_W, rate_W, minlength=len(self.rate_P))
+            blend_P = self.rate_P + _LEARNED * (seen_P - self.rate_P) if self._since else seen_P
+            self.rate_P = np.where(seen_P > 0, blend_P, self.rate_P)
+        self._since += 1
+        return report
+
+    def _rebalanced(self, core: HostCore) -> HostCore:
+        """Give pieces to other owners where speeds have changed enough to pay for moving the optimizer state."""
+        if self._since < _SETTLED or self._since % _SETTLED or len(self.pieces) == 0:
+            return core
+        share_P = shares(np.round(self.rate_P, 3), self.limit_P)
+        owners = assign([piece.size for piece in self.pieces], share_P)
+        sizes = np.array([piece.size for piece in self.pieces], float) / sum(piece.size for piece in self.pieces)
+        owned = lambda owners: np.bincount(owners, sizes, minlength=len(share_P))
+        now = busy(owned(self.exchange.owners[: len(self.pieces)]), self.rate_P)
+        if now < _WORTH * busy(owned(owners), self.rate_P):
+            return core
+        self.share_P = share_P
+        return self.hand_over(core, share_P)
+
+    def hand_over(self, core: HostCore, share_P: np.ndarray) -> HostCore:
+        """Give pieces to other owners, with the state of their optimizer; collective."""
+        before, owned = self.exchange.owners, dict(core.owned)
+        self.own(share_P)
+        for k, piece in enumerate(self.pieces):
+            old, new = before[k], self.exchange.owners[k]
+            if old == new:
+                continue
+            if self.me == old:
+                mine = owned.pop(k)
+                arrays = [np.asarray(x) for x in (*map(data_of, jax.tree.leaves(mine.opt_state)), *(mine.ema or []))]
+                self.exchange.tell([new], *_chunks(_bytes(arrays)))
+            elif self.me == new:
+                program = self._program(k)
+                like, tree = jax.tree.flatten(program.state_like)
+                runs = [jax.ShapeDtypeStruct((stop - start,), self.layout.dtype) for _, start, stop in piece.runs]
+                kinds = [
+                    *(jax.eval_shape(data_of, x) for x in like),
+                    *(runs if self.rule.ema_decay is not None else []),
+                ]
+                values = self._heard(old, kinds)
+                state = [value_like(value, x) for value, x in zip(values, like, strict=False)]
+                ema = values[len(like) :] or None
+                owned[k] = program.place(OwnedPiece(jax.tree.unflatten(tree, state), ema))
+            self.exchange.end()
+        return replace(core, owned=owned)
+
+
+_LEARNED = 0.2  # weight of a step in the average of speeds
+_SETTLED = 16  # steps between looks at the owners
+_WORTH = 1.2  # how much longer the exchange has to take than with other owners
+_FRAME = 2**22  # elements, or bytes, of one frame of a long message
+
+
+def _chunks(arrays: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
+    for array in arrays:
+        for start in range(0, len(array), _FRAME):
+            yield array[start : start + _FRAME]
+
+
+def _bytes(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    return [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in arrays]
+
+
+def _runs(vector: Sequence[np.ndarray], piece: Piece) -> Runs:
+    return [vector[part][start:stop] for part, start, stop in piece.runs]
+
+
+def _store(vector: Sequence[np.ndarray], piece: Piece, runs: Sequence[Any]) -> None:
+    for (part, start, stop), run in zip(piece.runs, runs, strict=True):
+        vector[part][start:stop] = np.frombuffer(run, vector[part].dtype)
+
+
+def _aligned(size: int, dtype: Any) -> np.ndarray:
+    """A vector aligned to a cache line, which a CPU device reads without a copy."""
+    dtype = np.dtype(dtype)
+    raw = np.zeros(size * dtype.itemsize + 64, np.uint8)
+    first = -raw.ctypes.data % 64
+    return raw[first : first + size * dtype.itemsize].view(dtype)

@@ -1,0 +1,144 @@
+"""Slices of the model: which process owns which parameters, updates them and keeps their optimizer state.
+
+Parameters lie in the order of the summed vector (`Layout`), which is cut into a few pieces. A piece is the unit in
+which gradients are sent to its owner, added, updated and sent back, so that these overlap. Pieces stay as they are in a
+run; only their owners change with the speed of the processes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+Granularity = Literal["elements", "leaves", "whole"]  # what can be updated on its own: see `granularity`
+Place = tuple[int, int, int]  # part, offset and size of a leaf (`Layout.places`)
+
+_SMALLEST = 2**19  # elements of a piece: smaller ones cost more in messages than they gain by overlap
+_MOST = 16  # pieces
+_RUN = 2**22  # elements of a contiguous run: one frame of a message
+_ALIGNED = 16  # elements: cuts at multiples of a cache line
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of the parameters that is updated on its own."""
+
+    ranges: tuple[tuple[int, int, int], ...]  # (leaf, start, stop), in the order of the vector
+    runs: tuple[tuple[int, int, int], ...]  # the same as (part, start, stop), contiguous ones merged
+
+    @property
+    def size(self) -> int:
+        """Number of parameters."""
+        return sum(stop - start for _, start, stop in self.ranges)
+
+
+def cut(places: Sequence[Place], granularity: Granularity) -> tuple[Piece, ...]:
+    """Cut the parameters into pieces of about equal size, which together cover every parameter once.
+
+    Args:
+        places: part, offset and size of every leaf.
+        granularity: 'elements' cuts anywhere, 'leaves' between leaves, 'whole' nowhere.
+
+    Returns:
+        The pieces, in the order of the vector; none for a model without parameters.
+    """
+    stored = sorted(range(len(places)), key=lambda leaf: places[leaf][:2])
+    starts = [0, *itertools.accumulate(places[leaf][2] for leaf in stored)]
+    total = starts[-1]
+    if not total:
+        return ()
+    count = 1 if granularity == "whole" else max(1, min(_MOST, total // _SMALLEST))
+    bounds = [total * k // count // _ALIGNED * _ALIGNED for k in range(count)] + [total]
+    if granularity == "leaves":  # to the nearest end of a leaf
+        ends = np.array(starts)
+        bounds = sorted({starts[int(np.argmin(np.abs(ends - bound)))] for bound in bounds})
+    return tuple(_piece(stored, starts, places, *ends) for ends in itertools.pairwise(bounds) if ends[1] > ends[0])
+
+
+def assign(sizes: Sequence[int], share_P: np.ndarray) -> list[int]:
+    """The owner of each piece, so that every process owns about its share; neighbors stay together.
+
+    Args:
+        sizes: size of each piece.
+        share_P: share of each process; 0: it owns nothing.
+
+    Returns:
+        The owners, in ascending order.
+    """
+    bounds = np.cumsum(np.asarray(share_P, np.float64)) / np.sum(share_P) * sum(sizes)
+    middles = np.cumsum(sizes) - np.asarray(sizes) / 2
+    return np.minimum(np.searchsorted(bounds, middles), len(bounds) - 1).tolist()
+
+
+def _piece(stored: list[int], starts: list[int], places: Sequence[Place], start: int, stop: int) -> Piece:
+    """The piece from `start` to `stop` of the vector."""
+    ranges = [
+        (leaf, max(0, start - at), min(places[leaf][2], stop - at))
+        for leaf, at in zip(stored, starts, strict=False)
+        if at < stop and at + places[leaf][2] > start
+    ]
+    return Piece(tuple(ranges), tuple(_runs(ranges, places)))
+
+
+def _runs(ranges: Sequence[tuple[int, int, int]], places: Sequence[Place]) -> list[tuple[int, int, int]]:
+    runs: list[tuple[int, int, int]] = []
+    for leaf, start, stop in ranges:
+        part, offset, _ = places[leaf]
+        first, last = offset + start, offset + stop
+        while first < last:
+            previous = runs[-1] if runs else (-1, 0, 0)
+            if previous[0] == part and previous[2] == first and first - previous[1] < _RUN:
+                end = min(last, previous[1] + _RUN)
+                runs[-1] = (part, previous[1], end)
+            else:
+                end = min(last, first + _RUN)
+                runs.append((part, first, end))
+            first = end
+    return runs
+
+
+def shares(
+    rate_P: np.ndarray, limit_P: np.ndarray | None = None, *, fixed: float = 2.0, own: float = 6.0
+) -> np.ndarray:
+    """Shares of the update that finish at the same time on hosts of unequal speed.
+
+    A process that owns a share s of the model is busy for (fixed + own s) / rate: everyone sends all its sums and
+    receives all parameters (fixed); an owner also receives, adds, updates and sends back its slice for all others.
+    So s_p = max(0, (T rate_p - fixed) / own) with the T at which the shares add up to 1, bounded by memory.
+
+    Args:
+        rate_P: relative speed of each process; 0: it takes no share.
+        limit_P: the most that each may take. Default: everything.
+        fixed: work of a process that owns nothing, in passes over the model.
+        own: work of a process that owns everything, beyond that.
+
+    Returns:
+        The shares, which sum to 1.
+
+    Raises:
+        ValueError: if the limits add up to less than the model.
+    """
+    limit_P = np.where(rate_P > 0, 1.0 if limit_P is None else limit_P, 0.0)
+    if limit_P.sum() < 1:
+        raise ValueError(
+            f"The optimizer state does not fit: the processes have room for {limit_P.sum():.0%} of it in all."
+        )
+    low, high = 0.0, (fixed + own) / max(rate_P.max(), 1e-300)
+    taken = lambda finish: np.clip((finish * rate_P - fixed) / own, 0.0, limit_P)
+    while taken(high).sum() < 1:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if taken(middle).sum() < 1 else (low, middle)
+    found = taken(high)
+    return found / found.sum()
+
+
+def busy(share_P: np.ndarray, rate_P: np.ndarray, *, fixed: float = 2.0, own: float = 6.0) -> float:
+    """Time of the last process under these shares, in units of `shares`."""
+    active = rate_P > 0
+    return float(np.max((fixed + own * share_P[active]) / rate_P[active]))
