@@ -2,7 +2,7 @@
 
     python experiments/bench_cluster.py [--json FILE] [--batch-size 4096] [--controllers balanced,equal] [--quick]
 
-Each process computes on one thread, throttled to a fraction of a core by a control group; gloo sums the gradients. The
+Each process computes on one thread, throttled to a fraction of a core by a control group. The
 ideal is the sum of the workers' solo speeds: same engine, same quotas, all running at once, no reduce. The speed of a
 shared machine changes by a third within seconds, so all controllers run in the same processes, in rounds: each runs
 its share of the steps per round, in rotating order, and solo speeds are measured before and after each share. Then the
@@ -69,6 +69,7 @@ def run_cluster(settings: dict[str, Any], limit: float) -> list[dict[str, Any]]:
                 environment.COORDINATOR: address,
                 environment.PROCESSES: str(len(quotas)),
                 environment.PROCESS: str(i),
+                environment.TRANSPORT: settings["transport"],
             }
             process = subprocess.Popen(
                 [*start, str(group.path / "cgroup.procs"), "-", *command],
@@ -249,6 +250,8 @@ def main(
     steps: int = 210,
     rounds: int = 7,
     hidden: int = 0,
+    transport: str = "auto",
+    update: str = "auto",
     swaps: int = 5,
     swap_every: int = 30,
     quick: bool = False,
@@ -263,6 +266,8 @@ def main(
         steps: number of steps of each controller under constant quotas.
         rounds: number of rounds to split these steps into, with all controllers in each; reduced for few steps.
         hidden: width of a hidden layer; 0: none, 20 thousand parameters; 3168: 5 million.
+        transport: how sums travel: mesh, host or auto.
+        update: sharded, replicated or auto.
         swaps: number of swaps of the fastest and slowest worker's quotas.
         swap_every: steps between swaps.
         quick: equal and balanced only, few steps, one swap: a smoke test.
@@ -288,6 +293,8 @@ def main(
         "steps": steps // rounds * rounds,
         "rounds": rounds,
         "hidden": hidden,
+        "transport": transport,
+        "update": update,
         "swaps": swaps,
         "swap_every": swap_every,
         "solo_s": 1.0 if quick else 2.0,

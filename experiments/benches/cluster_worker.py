@@ -131,7 +131,8 @@ def main() -> None:
         "label": rng.integers(0, 10, 4 * batch).astype(np.int32),
     }
     params = init_cnn(settings["hidden"])
-    with Trainer(loss_fn, optax.sgd(0.01), batch_size=batch, controller="equal", wait_limit=120) as trainer:
+    options = {"controller": "equal", "wait_limit": 120, "update": settings["update"]}
+    with Trainer(loss_fn, optax.sgd(0.01), batch_size=batch, **options) as trainer:
         state, _ = trainer.fit(trainer.init(params), data, steps=2)
         (ladder,) = trainer.step.engine.ladders.values()
         prices = {rung: round(1e6 * price / rung, 1) for rung, price in sorted(ladder.price_list.prices.items())}

@@ -49,7 +49,7 @@ def test_workers_of_two_kinds_train_like_one_worker(two_kinds):
 )
 def test_one_program_over_two_kinds_is_rejected(options, message, two_kinds):
     with (
-        Trainer(LINEAR.loss_fn, optax.sgd(0.1), batch_size=24, devices=jax.devices()[:2], **options) as trainer,
         pytest.raises(ValueError, match=message),
+        Trainer(LINEAR.loss_fn, optax.sgd(0.1), batch_size=24, devices=jax.devices()[:2], **options) as trainer,
     ):
         trainer.fit(trainer.init(PARAMS), LINEAR.data, steps=1)

@@ -40,7 +40,7 @@ def test_all_workers_get_the_sum_in_worker_order(monkeypatch, count, sizes):
 )
 def test_only_small_vectors_between_cpu_processes_use_all_to_all(platform, several, nbytes, expected):
     class FakeWorkers(list):
-        devices, several_processes = [SimpleNamespace(platform=platform)] * 4, several
+        members, spanning = [SimpleNamespace(platform=platform)] * 4, () if several else None
 
     assert transports.at_once(nbytes, FakeWorkers(range(4))) is expected
 
