@@ -1,20 +1,26 @@
 """Compute dtypes per kind of device: the model computes in them, parameters and sums stay float32."""
 
+import json
 import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import microbatches
 import numpy as np
 import optax
 import pytest
 from flax import nnx
 from problems import RandomPlans, distance, keys_for
 
-from hetjax import BatchNorm, Chunked, Example, Step, from_nnx
+import hetjax
+from hetjax import BatchNorm, Chunked, Example, Looped, Step, from_nnx
 from hetjax.devices import workers
 from hetjax.engines import chunked
 from hetjax.engines.precision import dtype_of, dtypes_by_kind
-from hetjax.planning.controllers.base import Plan
 
 BATCH, STEPS = 24, 4
 RNG = np.random.default_rng(0)
@@ -41,30 +47,15 @@ def loss_fn(params, batch, keys):
 seen: set[tuple[str, ...]] = set()  # dtypes that a loss function was traced with
 
 
-def plain(dtypes):
-    """Training without hetjax; `dtypes` holds the rows up to which each compute dtype applies."""
-    params, opt_state, losses = PARAMS, OPTIMIZER.init(PARAMS), []
-    for step, batch in enumerate(DATA):
-        keys = keys_for(0, 0, step * BATCH, (step + 1) * BATCH)
-
-        def mean(params, batch=batch, keys=keys):
-            total, start = 0.0, 0
-            for stop, dtype in dtypes.items():
-                low = jax.tree.map(lambda p, dtype=dtype: p.astype(dtype), params)
-                rows = {"x": batch["x"][start:stop].astype(dtype), "label": batch["label"][start:stop]}
-                total, start = total + loss_fn(low, rows, keys[start:stop]).astype(jnp.float32).sum(), stop
-            return total / BATCH
-
-        loss, grads = jax.jit(jax.value_and_grad(mean))(params)
-        updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
-        params, losses = optax.apply_updates(params, updates), [*losses, float(loss)]
-    return params, losses
+def plain(counts_W, *dtype_W, rows=4):
+    """Training without hetjax, in the same microbatches."""
+    return microbatches.train(loss_fn, PARAMS, OPTIMIZER, DATA, counts_W, rows, dtype_W)
 
 
 def train(count=3, **options):
-    options = {"controller": RandomPlans(1), "engine": Chunked(rungs=[4, 24]), **options}
+    defaults = {"devices": jax.devices()[:count], "controller": RandomPlans(1), "engine": Chunked(rungs=[4, 24])}
     seen.clear()
-    with Step(loss_fn, OPTIMIZER, batch_size=BATCH, devices=jax.devices()[:count], **options) as step:
+    with Step(loss_fn, OPTIMIZER, batch_size=BATCH, **{**defaults, **options}) as step:
         state, records = step.init(PARAMS), []
         for batch in DATA:
             state, record = step(state, batch)
@@ -80,24 +71,25 @@ def two_kinds(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("engine", "dtype"),
+    ("engine", "rows", "dtype"),
     [
-        (Chunked(rungs=[4, 24]), "bfloat16"),
-        ("looped", "float16"),
-        pytest.param(Chunked(rungs=[4, 24]), "float16", marks=pytest.mark.slow),
-        pytest.param("looped", "bfloat16", marks=pytest.mark.slow),
-        pytest.param("masked", "bfloat16", marks=pytest.mark.slow),
-        pytest.param("masked", "float16", marks=pytest.mark.slow),
+        (Chunked(rungs=[4]), 4, "bfloat16"),
+        (Looped(micro=4), 4, "float16"),
+        pytest.param(Chunked(rungs=[4]), 4, "float16", marks=pytest.mark.slow),
+        pytest.param(Looped(micro=4), 4, "bfloat16", marks=pytest.mark.slow),
+        pytest.param("masked", 12, "bfloat16", marks=pytest.mark.slow),
+        pytest.param("masked", 12, "float16", marks=pytest.mark.slow),
     ],
 )
-def test_every_engine_computes_in_the_dtype_like_a_plain_loop_with_the_same_casts(engine, dtype):
-    params, losses = plain({BATCH: dtype})
-    state, found = train(engine=engine, compute_dtype=dtype, controller="equal")
+def test_every_engine_computes_in_the_dtype_like_a_plain_loop_over_the_same_microbatches(engine, rows, dtype):
+    params, losses = plain([12, 9, 3], dtype, dtype, dtype, rows=rows)
+    state, found = train(engine=engine, compute_dtype=dtype, controller="fixed:12,9,3", capacity=12)
     assert {dtypes for dtypes in seen if dtypes[0] == dtype} == {(dtype, dtype, "int32", dtype)}
     assert all(p.dtype == np.float32 for p in jax.tree.leaves((state.params, state.opt_state)))
-    assert distance(state.params, params) <= 1e-3
-    np.testing.assert_allclose(found, losses, rtol=1e-3)
-    assert distance(state.params, plain({BATCH: "float32"})[0]) > 1e-5  # it was not float32
+    assert distance(state.params, params) <= 1e-5
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+    whole = plain([24], "float32", rows=24)[0]
+    assert distance(state.params, whole) > 2e-5  # it was not float32
 
 
 def test_float32_is_the_default_to_the_bit():
@@ -119,14 +111,59 @@ def test_the_split_changes_no_more_than_rounding():
 
 
 def test_two_kinds_of_device_compute_in_their_own_dtypes(two_kinds):
-    counts_W = Plan(np.array([16, 8]))
-    fixed = RandomPlans(0)
-    fixed.plan = lambda batch, limits, epoch=0: counts_W
-    params, losses = plain({16: "bfloat16", 24: "float32"})
-    state, found = train(2, controller=fixed, compute_dtype={"kind 0": "bfloat16", "default": "float32"})
+    params, losses = plain([16, 8], "bfloat16", "float32")
+    state, found = train(
+        2,
+        engine=Chunked(rungs=[4]),
+        controller="fixed:16,8",
+        compute_dtype={"kind 0": "bfloat16", "default": "float32"},
+    )
     assert {dtypes[0] for dtypes in seen} == {"bfloat16", "float32"}
-    assert distance(state.params, params) <= 1e-3
-    np.testing.assert_allclose(found, losses, rtol=1e-3)
+    assert distance(state.params, params) <= 1e-5
+    np.testing.assert_allclose(found, losses, rtol=1e-5)
+
+
+TWO_CLIENTS = """
+import json, sys
+import jax
+from jax._src import xla_bridge
+from jax._src.lib import xla_client
+
+second = lambda: xla_client.make_cpu_client(asynchronous=True)
+xla_bridge.register_backend_factory("second", second, priority=-100, fail_quietly=False)
+devices = jax.devices("cpu")[0], jax.devices("second")[0]
+assert devices[0].client is not devices[1].client
+
+import test_precision as precision
+from hetjax.devices import workers
+
+plain_kind = workers.device_kind  # both clients call their devices 'cpu'
+own_kind = lambda device: "second:Tesla T4" if device.client is devices[1].client else plain_kind(device)
+for module in list(sys.modules.values()):
+    if getattr(module, "device_kind", None) is plain_kind:
+        module.device_kind = own_kind
+
+dtypes = {"Tesla T4": "float16", "default": "bfloat16"}
+options = {"controller": "fixed:14,10", "engine": precision.Chunked(rungs=[4]), "compute_dtype": dtypes}
+state, losses = precision.train(devices=devices, **options)
+right, swapped = (precision.plain([14, 10], *pair) for pair in (("bfloat16", "float16"), ("float16", "bfloat16")))
+distances = [precision.distance(state.params, params) for params, _ in (right, swapped)]
+print(json.dumps({"distances": distances, "losses": losses, "expected": right[1]}))
+"""
+
+
+@pytest.mark.slow
+def test_two_pjrt_clients_compute_in_their_own_dtypes():
+    """As a GPU beside a CPU: no program spans both, and arrays of one are not those of the other."""
+    folders = [Path(__file__).parent, Path(microbatches.__file__).parent, Path(hetjax.__file__).parents[1]]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
+    command = [sys.executable, "-c", TWO_CLIENTS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout.splitlines()[-1])
+    right, swapped = results["distances"]
+    assert right <= 1e-5 < 1e-4 < swapped
+    np.testing.assert_allclose(results["losses"], results["expected"], rtol=1e-5)
 
 
 @pytest.mark.parametrize("train_or_eval", [True, pytest.param(False, marks=pytest.mark.slow)])

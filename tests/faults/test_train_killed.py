@@ -16,6 +16,32 @@ pytestmark = pytest.mark.slow
 TRAIN = Path(train.__file__)
 
 
+FLAGS = ["--model", "mlp", "--width", "8", "--optimizer", "sgd", "--learning-rate", "0.02"]
+
+
+def test_looped_train_is_restarted_with_all_processes_after_a_kill_of_process_0(sandbox):
+    seed, epochs = 21, 4
+    rng = np.random.default_rng(seed)
+    print(f"seed {seed}")
+    flags = [*FLAGS, "--batch-size", "100", "--strategy", "balanced", "--engine", "looped", "--epochs", str(epochs)]
+    reference, folder = sandbox.folder / "reference", sandbox.folder / "run"
+    run = Run(
+        sandbox, folder / "metrics.jsonl", "--processes", 2, "--restart", "--grace", 1, "--",
+        TRAIN, *flags, "--save-steps", 5, "--out", folder,
+    )  # fmt: skip
+    run.wait_for_rows(int(rng.integers(8, 40)))
+    run.send_signal(0, signal.SIGKILL)
+    run.wait_for_restart()
+    assert train.main([*flags, "--devices", "1", "--speeds", "real", "--out", str(reference)]) == 0
+    assert run.end() == 0, run.err
+    assert any("resuming after step" in line for line in run.out)
+    resumed = read_run(folder)
+    np.testing.assert_allclose(resumed.loss_S, read_run(reference).loss_S, rtol=1e-4)
+    assert resumed.samples_S[-1] == epochs * 1438
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["workers"], summary["steps"]) == (2, epochs * 15)
+
+
 def test_elastic_train_continues_after_a_kill_of_process_0(sandbox):
     """The losses are those of an uninterrupted run, and survivors keep their entries of per-worker lists.
 
@@ -24,8 +50,7 @@ def test_elastic_train_continues_after_a_kill_of_process_0(sandbox):
     seed, steps = 21, 60
     rng = np.random.default_rng(seed)
     print(f"seed {seed}")
-    flags = ["--model", "mlp", "--width", "8", "--optimizer", "sgd", "--learning-rate", "0.02", "--batch-size", "170"]
-    flags += ["--strategy", "balanced", "--steps", str(steps)]
+    flags = [*FLAGS, "--batch-size", "170", "--strategy", "balanced", "--steps", str(steps)]
     workers = ["--speeds", "0.5,1,0.7", "--row-time", "0.2", "--capacity", "50,100,70"]
     reference, folder = sandbox.folder / "reference", sandbox.folder / "run"
     run = Run(
@@ -52,8 +77,7 @@ def test_the_remaining_daso_node_continues_after_a_kill(sandbox):
     seed, epochs = 31, 20
     rng = np.random.default_rng(seed)
     print(f"seed {seed}")
-    flags = ["--model", "mlp", "--width", "8", "--optimizer", "sgd", "--learning-rate", "0.02", "--batch-size", "100"]
-    flags += ["--sync", "daso", "--controller", "equal", "--epochs", str(epochs)]
+    flags = [*FLAGS, "--batch-size", "100", "--sync", "daso", "--controller", "equal", "--epochs", str(epochs)]
     reference, folder = sandbox.folder / "reference", sandbox.folder / "run"
     run = Run(
         sandbox, folder / "metrics.jsonl",

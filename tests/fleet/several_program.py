@@ -1,10 +1,10 @@
-"""Training over the processes of the launcher: several_program.py DEVICES FOLDER [mistakes].
+"""Training over the processes of the launcher: several_program.py DEVICES FOLDER [MISTAKE ...].
 
 Random plans, the same in all processes, with each engine; once with sums too large for one all-to-all; once with
 constant unequal shares. Every process writes its results and the samples it read.
 
-With 'mistakes', process 1 deviates instead: it trains for longer, starts from other parameters, from another momentum,
-and at last plans step 3 differently. The errors of all processes are printed.
+With mistakes, process 1 deviates instead: it trains for longer, starts from other parameters, from another momentum, or
+plans step 3 differently. The errors of all processes are printed; the last one ends the program with exit code 3.
 """
 
 import json
@@ -17,7 +17,7 @@ from unittest.mock import patch
 import numpy as np
 
 STEPS, SEED = 14, 11
-MISTAKES = ("end", "start", "optimizer", "plan")  # the last one is found within a step, and ends the run
+MISTAKES = ("end", "start", "optimizer", "plan")  # the last one is found within a step
 RUNS = ("chunked", "looped", "masked", "large", "steady")
 
 
@@ -103,12 +103,12 @@ def main():
     per_process, folder, *mistakes = sys.argv[1:]
     jax.config.update("jax_num_cpu_devices", int(per_process))
     info = initialize(wait_limit=60, heartbeat_limit=10)
-    for mistake in MISTAKES if mistakes else ():
+    for mistake in mistakes:
         try:
             run("chunked", None, mistake if info.process == 1 else None)
         except (ValueError, RuntimeError) as error:
             print(f"{mistake}: {error}", flush=True)
-            if mistake == MISTAKES[-1]:
+            if mistake == mistakes[-1]:
                 leave(3, together=False)
     results = {name: run(name, None) for name in RUNS}
     Path(folder, f"{info.process}.json").write_text(json.dumps(results))

@@ -97,23 +97,28 @@ def test_a_peer_that_fails_before_the_killed_process_is_reaped_is_not_blamed(san
     assert "process 1" not in err
 
 
-def test_signals_are_forwarded_and_all_processes_may_finish(sandbox):
+@pytest.mark.parametrize(
+    "names",
+    ["SIGINT SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow), pytest.param("SIGTERM", marks=pytest.mark.slow)],
+)
+def test_signals_are_forwarded_and_all_processes_may_finish(sandbox, names):
     """A process that exits does not stop one that is still saving, nor is there a restart."""
+    numbers = [signal.Signals[name] for name in names.split()]
     program = sandbox.program(
         "received = []\n"
         "for n in (signal.SIGINT, signal.SIGTERM): signal.signal(n, lambda n, f: received.append(n))\n"
-        "open(f'ready-{rank}', 'w').close()\nwhile len(received) < 2: time.sleep(0.01)\n"
+        f"open(f'ready-{{rank}}', 'w').close()\nwhile len(received) < {len(numbers)}: time.sleep(0.01)\n"
         "if rank == 0:\n    while not os.path.exists('left-1'): time.sleep(0.01)\n    time.sleep(0.3); print('saved')\n"
         "open(f'left-{rank}', 'w').close(); print(*(signal.Signals(n).name for n in received)); sys.exit(130)"
     )
     launcher = sandbox.start("--processes", 2, "--restart", 5, "--", program)
     sandbox.wait_for_files("ready", 2)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in numbers:
         launcher.send_signal(number)
         assert f"forwarding {number.name} to all processes" in launcher.stderr.readline()
     out, err = launcher.communicate(timeout=30)
     assert (launcher.returncode, err) == (130, "")
-    assert sorted(out.splitlines()) == ["[0] SIGINT SIGTERM", "[0] saved", "[1] SIGINT SIGTERM"]
+    assert sorted(out.splitlines()) == [f"[0] {names}", "[0] saved", f"[1] {names}"]
 
 
 def test_death_by_a_forwarded_signal_is_no_failure(sandbox):

@@ -7,6 +7,7 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import microbatches
 import numpy as np
 import optax
 from flax import nnx
@@ -66,14 +67,28 @@ def assert_same_model(got: nnx.Module, expected: nnx.Module, rtol: float = 1e-5,
     chex.assert_trees_all_close(plain(got), plain(expected), rtol=rtol, atol=atol)
 
 
-def check_equal(
-    network: nnx.Module, loss: Any, data: Any, optimizer: Any = None, *, wrt: Any = None, tolerance: float = 1e-5
-) -> hetjax.State:
+def check_equal(network: nnx.Module, loss: Any, data: Any, optimizer: Any = None, *, wrt: Any = None) -> hetjax.State:
     """Train both ways and compare losses and parameters."""
     optimizer = optax.sgd(0.1, 0.9) if optimizer is None else optimizer
     model = hetjax.from_nnx(network, loss, wrt=wrt)
     state, losses = train_hetjax(model, optimizer, data)
     expected, plain_losses = train_plain(network, optimizer, loss, data, wrt=nnx.Param if wrt is None else wrt)
-    np.testing.assert_allclose(losses, plain_losses, rtol=tolerance)
-    assert_same_model(model.merge(state.params, None), expected, tolerance, tolerance)
+    np.testing.assert_allclose(losses, plain_losses, rtol=1e-5)
+    assert_same_model(model.merge(state.params, None), expected, atol=1e-5)
+    return state
+
+
+def check_equal_in_microbatches(network: nnx.Module, loss: Any, data: Any, rows: int = 4) -> hetjax.State:
+    """The same for a model with 16-bit gradients, whose rounding follows the microbatches of `rows` rows."""
+    optimizer, model = optax.sgd(0.1, 0.9), hetjax.from_nnx(network, loss)
+    state, losses = train_hetjax(model, optimizer, data, engine=hetjax.Chunked(rungs=[rows]))
+    graph, params = nnx.split(network, nnx.Param)
+
+    def loss_fn(params, batch, keys):
+        return jax.vmap(lambda example: loss(nnx.merge(graph, params, copy=True), example))(batch)
+
+    counts_W = [int(count) for count in COUNTS.partition(":")[2].split(",")]
+    params, plain_losses = microbatches.train(loss_fn, params, optimizer, batches(data), counts_W, rows)
+    np.testing.assert_allclose(losses, plain_losses, rtol=1e-5)
+    assert_same_model(model.merge(state.params, None), nnx.merge(graph, params))
     return state
