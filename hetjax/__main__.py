@@ -1,4 +1,4 @@
-"""The command line of the package: python -m hetjax check | report | launch | partition."""
+"""The command line of the package: python -m hetjax check | report | launch | key | partition."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "check": commands.check,
     "report": commands.report,
     "launch": commands.launch,
+    "key": commands.key,
     "partition": commands.partition,
 }
 

@@ -10,7 +10,7 @@ from launching import until
 from hetjax.fleet import rendezvous
 from hetjax.fleet.rendezvous import address_to_bind, is_loopback, own_address_towards, split_address
 from hetjax.launch.heartbeat import Beat, HangDetector, Listener, from_environment
-from hetjax.launch.placement import split_cores, split_gpus, visible_gpus
+from hetjax.launch.placement import share_gpus, split_cores, visible_gpus
 
 
 def test_a_process_that_gives_no_sign_of_life_hangs():
