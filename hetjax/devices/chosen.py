@@ -61,12 +61,14 @@ def own_devices(choice: str | int | None, spare: int = 0) -> list[jax.Device]:
     default = 1 if processes.count() > 1 or PROCESSES in os.environ else fake.DEFAULT
     if parsed is None or isinstance(parsed, int):
         return _usual(parsed, default, spare)
-    parts = parsed
+    parts, alone = parsed, len(parsed) == 1
+    if cpus := [_cpus(part, default if alone else 1) for part in parts if part.platform in (CPU, ALL)]:
+        fake.check_number(cpus[0])
+        fake.request(cpus[0] + spare)  # before JAX is used for another part
     if parts == (Selection(ALL),):
-        fake.request(default + spare)  # should the CPU be everything there is
-        found = sorted(backends(), key=lambda platform: platform == CPU)
-        parts = tuple(Selection(platform) for platform in found)
-    devices = [device for part in parts for device in _selected(part, parts, default, spare)]
+        platforms = sorted(backends(), key=lambda platform: platform == CPU)
+        parts, alone = tuple(map(Selection, platforms)), len(platforms) == 1
+    devices = [device for part in parts for device in _selected(part, default if alone else 1)]
     if len(set(devices)) < len(devices):
         raise ValueError(f"devices is {choice!r}, which names a device twice: give each kind once.")
     return devices
@@ -90,13 +92,13 @@ def _usual(count: int | None, default: int, spare: int) -> list[jax.Device]:
     return found[:count]
 
 
-def _selected(part: Selection, parts: Sequence[Selection], default: int, spare: int) -> list[jax.Device]:
-    """The devices of one platform; beside another platform, the CPU is one worker unless indices say otherwise."""
-    number = None
-    if part.platform == CPU:
-        number = max(part.indices) + 1 if part.indices else default if len(parts) == 1 else 1
-        fake.check_number(number)
-        fake.request(number + spare)
+def _cpus(part: Selection, default: int) -> int:
+    """Number of CPU devices that a part needs."""
+    return default if part.indices is None else max(part.indices) + 1
+
+
+def _selected(part: Selection, cpus: int) -> list[jax.Device]:
+    """The devices of one platform; `cpus`: how many are meant by `cpu`, one beside another platform."""
     try:
         found = jax.local_devices(backend=part.platform)
     except (RuntimeError, ValueError) as error:
@@ -105,8 +107,8 @@ def _selected(part: Selection, parts: Sequence[Selection], default: int, spare: 
             f"JAX for {part.platform}."
         ) from error
     if part.indices is None:
-        whole_cpu = part.platform != CPU or (len(parts) == 1 and fake.devices_from_environment() is not None)
-        return found if whole_cpu else found[:number]
+        by_user = cpus > 1 and fake.devices_from_environment() is not None
+        return found if part.platform != CPU or by_user else found[:cpus]
     if missing := [index for index in part.indices if index >= len(found)]:
         why = f" ({fake.why_no_more()})" if part.platform == CPU else ""
         raise ValueError(

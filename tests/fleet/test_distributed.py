@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hetjax.fleet.distributed import ProcessInfo, detected_cluster, find_process, initialize
+from hetjax.fleet.distributed import initialize
+from hetjax.fleet.identity import ProcessInfo, detected_cluster, find_process
 from hetjax.fleet.rendezvous import free_port, is_loopback, own_address_towards
 
 ROOT = Path(__file__).parents[2]
