@@ -29,6 +29,10 @@ class ProcessLink(Protocol):
         """The content of process 0."""
         ...
 
+    def close(self, together: bool) -> None:
+        """Leave; `together`: after all processes have come this far."""
+        ...
+
 
 _link: ProcessLink | None = None
 

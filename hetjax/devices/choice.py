@@ -1,8 +1,8 @@
 """The choice of devices as text, parsed without JAX: `4`, `gpu`, `gpu+cpu`, `cuda:0,2+cpu`, `all`.
 
-    choice  = NUMBER | "all" | part ("+" part)*
-    part    = KIND [":" indices]                  KIND: gpu, cpu, tpu, cuda, rocm, or any platform that JAX knows
-    indices = range ("," range)*                  range: INDEX | FIRST "-" LAST, counted from 0
+choice  = NUMBER | "all" | part ("+" part)*
+part    = KIND [":" indices]                  KIND: gpu, cpu, tpu, cuda, rocm, or any platform that JAX knows
+indices = range ("," range)*                  range: INDEX | FIRST "-" LAST, counted from 0
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ class Selection:
         return self.platform if self.indices is None else f"{self.platform}:{','.join(map(str, self.indices))}"
 
 
-def parse(
-    choice: str | int | None, environment: Mapping[str, str] = os.environ
-) -> int | tuple[Selection, ...] | None:
+def parse(choice: str | int | None, environment: Mapping[str, str] = os.environ) -> int | tuple[Selection, ...] | None:
     """Parse a choice of devices.
 
     Args:
@@ -70,7 +68,9 @@ def _selection(part: str, choice: str) -> Selection:
         what = "is empty" if not choice.strip() else f"is {choice!r}, in which a kind is missing beside +"
         raise ValueError(f"devices {what}: {_EXPECTED}.")
     if part.isdigit():
-        raise ValueError(f"devices is {choice!r}: a number stands alone. For {part} of a kind, write gpu:0-1 or cpu:0-3.")
+        raise ValueError(
+            f"devices is {choice!r}: a number stands alone. For {part} of a kind, write gpu:0-1 or cpu:0-3."
+        )
     if (match := _PART.fullmatch(part)) is None:
         raise ValueError(f"devices is {choice!r}: {part!r} is no kind of device; {_EXPECTED}.")
     platform, indices = match.groups()

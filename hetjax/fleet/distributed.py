@@ -117,7 +117,11 @@ def initialize(
             description=_description(transport, devices),
             **limits,
         )
-    carrier.transport = chosen = chosen_transport(transport, [row["kinds"] for row in carrier.table])
+    try:
+        carrier.transport = chosen = chosen_transport(transport, [row["kinds"] for row in carrier.table])
+    except ValueError:  # in all processes
+        carrier.close(together=True)
+        raise
     if info.first and secret is None and not is_loopback(split_address(info.coordinator)[0]):
         log.warning("Messages between processes are neither encrypted nor authenticated: this network is trusted.")
     group.join(carrier)

@@ -42,7 +42,7 @@ class Options:
     transport: Annotated[Literal["auto", "mesh", "host"] | None, optional("{auto,mesh,host}")] = None
     """how sums travel: host for any mix of devices, mesh (XLA) for one kind; sets HETJAX_TRANSPORT (default: auto)"""
     key: Annotated[Path | None, optional("FILE")] = None
-    """key of the fleet (python -m hetjax key FILE), which authenticates and encrypts; sets HETJAX_KEY (default: none)"""
+    """key of the fleet (python -m hetjax key FILE), to authenticate and encrypt; sets HETJAX_KEY (default: none)"""
     pin: bool = False
     """pin each process to its own cores, in proportion to the quotas; cores are shared if there are too few"""
     restart: int = 0

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from contextlib import contextmanager, suppress
 
-import jax
 import pytest
 from fake_link import act_as
 from fake_trainer import FakeTrainer
