@@ -107,7 +107,7 @@ class Carrier:
         self._answer: tuple[int, Any] | None = None  # in the others: table or refusal
         self._strangers = self._dropped = 0
         self._early: list[Sequence[zmq.Frame]] = []
-        self._ending, self._linger = False, 0
+        self._ending, self._linger = False, 1000  # milliseconds; an error may follow from what was just sent
         self._channels = itertools.count(1)
         self._thread: threading.Thread | None = None
         self._outboxes: dict[int, zmq.Socket] = {}
