@@ -147,7 +147,7 @@ def _number(count: int, noun: str, plural: str = "s") -> str:
 
 
 def _table(*columns: str) -> Table:
-    return Table(*columns, box=None, padding=(0, 2), pad_edge=False, header_style="bold")
+    return Table(*columns, box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
 
 
 def _trainer(task: Task, devices: list[jax.Device], optimizer: optax.GradientTransformation) -> Trainer:
