@@ -31,8 +31,9 @@ from benches.async_speed_up import PHASES, real_speed_up, simulated_speed_up
 from rich.console import Console
 from rich.table import Table
 
-from hetjax import Chunked, Simulation, Trainer, fake_devices
+from hetjax import Chunked, Simulation, Trainer
 from hetjax.data import MemorySource
+from hetjax.devices.chosen import chosen_devices
 from hetjax.history import History
 from hetjax.planning import controllers
 from hetjax.simulation.speeds import constant
@@ -241,7 +242,7 @@ def main(
         ratios: speeds of the two workers.
         quick: a smoke test of under a minute: one ratio, one seed, the digits only.
     """
-    fake_devices(3)  # two workers, and one to evaluate on
+    chosen_devices(3)  # two workers, and one to evaluate on
     console, progress = Console(), Console(stderr=True)
     log = lambda text: progress.print(text, highlight=False)
     if quick:

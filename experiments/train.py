@@ -29,6 +29,7 @@ from training.takeover import CHECKPOINTS, Takeover, sole_use
 from hetjax import checkpoint, processes, report
 from hetjax.environment import RESTART, STARTED
 from hetjax.fleet.agree import Disagreement, same
+from hetjax.fleet.carrier import PeerLost
 from hetjax.fleet.distributed import initialize, leave
 from hetjax.history import History
 from hetjax.interrupt import stop_on_signals
@@ -60,9 +61,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = read_config(arguments)
         setup.check_flags(config)
         group = config.processes
-        rank = initialize(group.coordinator, group.processes, group.process, start_limit=group.start_limit)
+        rank = initialize(
+            group.coordinator,
+            group.processes,
+            group.process,
+            transport=group.transport,
+            devices=config.workers.devices,
+            key=group.key,
+            start_limit=group.start_limit,
+        )
         console.quiet = not rank.first
-        run(config, rank.processes, heartbeat.from_environment(), console)
+        run(config, heartbeat.from_environment(), console)
     except Stopped as stopped:
         console.print(str(stopped), soft_wrap=True, highlight=False)
         return 130
@@ -79,6 +88,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
         lost = f"process {processes.index()} lost the other processes ({str(error).splitlines()[0]})"
         print(f"error: {lost}. Find out which one ended first; --resume continues the run.", file=sys.stderr)
+        return 1
+    except PeerLost as error:
+        if debug:
+            raise
+        print(f"error: {error} See its output for the reason; --resume continues the run.", file=sys.stderr)
         return 1
     except (Disagreement, ValueError, TypeError, OSError, ImportError, MemoryError, NonFiniteError) as error:
         if debug:
@@ -110,12 +124,12 @@ def read_config(arguments: Sequence[str]) -> Config:
     return config
 
 
-def run(config: Config, processes: int, heart: Heartbeat | None, console: Console) -> None:
+def run(config: Config, heart: Heartbeat | None, console: Console) -> None:
     """Find the devices, check the flags, and train in the locked run folder."""
-    simulation, devices = setup.find_devices(config, processes)
+    simulation, devices = setup.find_devices(config)
     shared = {name: value for name, value in config.flat().items() if name not in PER_PROCESS_FLAGS}
     same(resume=config.output.resume, **shared)
-    folder, method = config.folder, setup.method(config, processes)
+    folder, method = config.folder, setup.method(config)
     partitions.check_flags(config)
     with sole_use(folder):
         run_in(folder, config, method, devices, simulation, heart, console)
@@ -201,7 +215,8 @@ def train(
         state, totals = initial_state(config, trainer, trainer.init(task.model.params, task.model.model_state), folder)
         row_time = lambda: trainer.simulation and trainer.simulation.row_time
         start = "" if state.step == 0 else f" (resuming after step {state.step})"
-        console.print(f"{name}: {len(devices)} workers, compiling{start}", highlight=False)
+        workers = setup.number_of_workers(devices)
+        console.print(f"{name}: {workers} workers, compiling{start}", highlight=False)
         tracker = output.trackers(config, name, folder, state.step)
         follow = report.Follow(tracker, **totals)
         saver = checkpoint.Saver(
@@ -220,7 +235,7 @@ def train(
         takeover = Takeover(config, folder, replaces, partition)
         hooks = [takeover, follow, saver, interrupt]
         hooks += [report.Progress(name, console=console), *([] if heart is None else [heart])]
-        history = History(engine=chosen.engine.name, workers=len(devices))
+        history = History(engine=chosen.engine.name, workers=workers)
         with output.log_file(folder, "a" if state.step else "w"), saver:
             if remaining(state) > 0:
                 length = {"steps": remaining(state)} if steps else {"stop_at": epochs * len(task.train)}

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hetjax.adapters.frozen import frozen
     from hetjax.data.bucketed import Bucketed
     from hetjax.data.source_blocks import make_blocks
-    from hetjax.devices.fake import fake_devices
+    from hetjax.devices.chosen import chosen_devices as devices
     from hetjax.engines import Auto, Chunked, Looped, Masked
     from hetjax.history import History, Record
     from hetjax.nonfinite import NonFiniteError
@@ -48,7 +48,6 @@ _HOME = {
     "Step": "hetjax.step",
     "Trainer": "hetjax.trainer",
     "convert_batch_norm": "hetjax.adapters.batch_norm_layers",
-    "fake_devices": "hetjax.devices.fake",
     "from_linen": "hetjax.adapters.flax_models",
     "from_nnx": "hetjax.adapters.flax_models",
     "frozen": "hetjax.adapters.frozen",
@@ -80,7 +79,7 @@ __all__ = [
     "Step",
     "Trainer",
     "convert_batch_norm",
-    "fake_devices",
+    "devices",
     "from_linen",
     "from_nnx",
     "frozen",
@@ -94,6 +93,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(import_module(_HOME[name]), name)
+    if name == "devices":  # a package that can be called
+        return import_module("hetjax.devices")
     raise AttributeError(f"module 'hetjax' has no attribute {name!r}")
 
 

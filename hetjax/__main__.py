@@ -1,4 +1,4 @@
-"""The command line of the package: python -m hetjax check | report | launch | partition."""
+"""The command line of the package: python -m hetjax check | report | launch | key | partition."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import tyro
 
+from hetjax import processes
 from hetjax.cli import commands
 from hetjax.launch.options import Options, split_program
 
@@ -15,6 +16,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "check": commands.check,
     "report": commands.report,
     "launch": commands.launch,
+    "key": commands.key,
     "partition": commands.partition,
 }
 
@@ -45,4 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if processes.link() is not None:  # a command that joined other processes
+        from hetjax.fleet import leave
+
+        leave(code, together=code == 0)
+    sys.exit(code)

@@ -3,6 +3,7 @@
 COORDINATOR = "HETJAX_COORDINATOR"  # HOST:PORT at which processes reach process 0
 BIND = "HETJAX_BIND"  # HOST:PORT that process 0 listens on
 TRANSPORT = "HETJAX_TRANSPORT"  # how sums travel between processes: auto, mesh or host
+DEVICES = "HETJAX_DEVICES"  # the devices of this process, such as gpu+cpu
 KEY = "HETJAX_KEY"  # file with the key of the fleet
 PROCESSES = "HETJAX_PROCESSES"  # number of processes
 PROCESS = "HETJAX_PROCESS"  # index of this process, from 0

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from fake_link import act_as
 
 from hetjax.arguments import number, whole
 from hetjax.devices import memory
@@ -45,7 +46,7 @@ def test_nan_equals_nan_where_processes_compare_options(monkeypatch):
     nan = float("nan")
     same(clip=nan, nested={"a": [nan, 1]})
     gathered = [{"clip": nan, "seed": 1}, {"clip": nan, "seed": 2}]
-    monkeypatch.setattr("hetjax.fleet.agree.gather", lambda values: gathered)
+    act_as(monkeypatch, 0, gathered=lambda values: gathered)
     with pytest.raises(ValueError, match="Process 1 differs from process 0 in its seed: 2 instead of 1"):
         same(clip=nan, seed=1)
 

@@ -22,7 +22,7 @@ from hetjax import Chunked, processes  # noqa: E402
 from hetjax.adapters.contract import Example  # noqa: E402
 from hetjax.data import load  # noqa: E402
 from hetjax.data.catalog import synthetic_source  # noqa: E402
-from hetjax.devices.fake import devices_of_all  # noqa: E402
+from hetjax.devices.chosen import chosen_devices  # noqa: E402
 from hetjax.sync.allreduce import AllReduce  # noqa: E402
 from hetjax.sync.daso import Daso  # noqa: E402
 from hetjax.sync.daso.averaging import bytes_sent  # noqa: E402
@@ -84,7 +84,7 @@ def main(spec: dict[str, Any]) -> None:
         batch_size=spec["batch"],
         controller="balanced",
         sync=sync,
-        devices=devices_of_all(1),  # the other CPU device carries the exchanges
+        devices=chosen_devices(1),  # the other CPU device carries the exchanges
         seed=seed,
         engine=Chunked(rungs=[8, 32, 128, 256]),
     )

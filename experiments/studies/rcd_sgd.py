@@ -35,7 +35,7 @@ from rich.table import Table
 
 from hetjax.data.source import fetch
 from hetjax.data.source_blocks import make_blocks
-from hetjax.devices.fake import fake_devices
+from hetjax.devices.chosen import chosen_devices
 from hetjax.report import write_json
 from hetjax.sampling.blocks import Blocks
 from hetjax.simulation.speeds import Simulation, constant
@@ -293,7 +293,7 @@ def main(args: Args) -> list[dict[str, Any]]:
     """Measure, print the table and return its rows."""
     if args.quick:
         args = replace(args, seeds=1, epochs=max(1, args.epochs // 3), target=3 * args.target)
-    fake_devices(len(speeds(args)))
+    chosen_devices(len(speeds(args)))
     console, start = Console(highlight=False), time.perf_counter()
     found = measure(args, console)
     rows = summary(args, found)

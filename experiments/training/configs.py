@@ -100,8 +100,9 @@ class Optimizer:
 class Workers:
     """devices and their simulated speeds"""
 
-    devices: Whole = None
-    """number of devices per process; simulated ones on a CPU (default on a CPU: 4, with several processes 1 each)"""
+    devices: Annotated[int | str | None, _shown("N|KINDS")] = None
+    """devices of this process: a number, gpu, cpu, gpu+cpu, cuda:0,2+cpu or all (default: all accelerators, else
+    simulated CPU devices: 4, with several processes 1 each)"""
     speeds: Annotated[str | None, _shown("LIST|real")] = None
     """simulated relative speeds, or real for none (default: 1,1,0.5,0.25 on a CPU if no device flag is given)"""
     trace: File = None
@@ -207,6 +208,10 @@ class Processes:
     """index of this process, from 0"""
     start_limit: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 60.0
     """time within which all processes must have joined"""
+    transport: Annotated[Literal["auto", "mesh", "host"] | None, _shown("{auto,mesh,host}")] = None
+    """how sums travel between processes: host for any mix of devices, mesh (XLA) for one kind (default: auto)"""
+    key: File = None
+    """file with the key of the fleet (python -m hetjax key FILE), which authenticates and encrypts (default: none)"""
 
 
 @dataclass(frozen=True)
@@ -267,7 +272,7 @@ class Config:
         groups = (getattr(self, group.name) for group in _groups())
         values = {name: value for group in groups for name, value in dataclasses.asdict(group).items()}
         values["config"] = self.config
-        for name in ("resume", "debug", "coordinator", "processes", "process", "start_limit"):
+        for name in ("resume", "debug", "coordinator", "processes", "process", "start_limit", "transport", "key"):
             del values[name]
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 

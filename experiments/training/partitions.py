@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from rich.console import Console
 from training.configs import Config
-from training.setup import numbers
+from training.setup import number_of_workers, numbers
 
 from hetjax.data.source_blocks import (
     check_same_data,
@@ -68,21 +68,21 @@ def partition_of(
     """
     if chosen.partition != "submodular":
         return chosen.partition
-    flags = config.submodular
+    flags, workers = config.submodular, number_of_workers(devices)
     if flags.blocks is not None:
         given = shared_blocks(lambda: from_file(flags.blocks, task))
-        kept = kept_entries(given.workers, len(devices))
+        kept = kept_entries(given.workers, workers)
         if len(kept) == given.workers:
             return given
         return shared_blocks(lambda: cut(config, task, given, given.rates_W[kept], console))
     before = shared_blocks(lambda: of_resumed(config, folder / FILE))
     measures = flags.rates is None and simulation is None
-    if measures and before is not None and before.workers == len(devices):
+    if measures and before is not None and before.workers == workers:
         return before  # rates measured anew would differ slightly, and move samples in vain
     rates_W = rates(config, task, devices, simulation)
-    rates_W = rates_W[kept_entries(len(rates_W), len(devices))]
-    if len(rates_W) != len(devices):
-        raise ValueError(f"There are {len(rates_W)} rates for {len(devices)} workers: give one rate per worker.")
+    rates_W = rates_W[kept_entries(len(rates_W), workers)]
+    if len(rates_W) != workers:
+        raise ValueError(f"There are {len(rates_W)} rates for {workers} workers: give one rate per worker.")
     return shared_blocks(lambda: cut(config, task, before, rates_W, console))
 
 

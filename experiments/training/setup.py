@@ -12,9 +12,11 @@ import numpy as np
 import optax
 from training.configs import Config
 
+from hetjax import processes
 from hetjax.arguments import MOST_SAMPLES, MOST_SEED, number, whole
-from hetjax.devices.fake import devices_from_environment, devices_of_all, fake_devices
-from hetjax.environment import PROCESSES
+from hetjax.devices.chosen import chosen_devices
+from hetjax.devices.fake import devices_from_environment
+from hetjax.environment import DEVICES, PROCESSES
 from hetjax.presets import Choice
 from hetjax.simulation.speeds import Simulation, Trace, constant, of_survivors
 from hetjax.simulation.traces import read_trace
@@ -29,12 +31,17 @@ LEAST_ROW_TIME_MS = 0.4
 DEFAULT_SPEEDS = "1,1,0.5,0.25"
 
 
-def are_several(processes: int) -> bool:
+def are_several() -> bool:
     """Whether the run has several processes, or had: the launcher may restart it with a single one."""
-    return processes > 1 or PROCESSES in os.environ
+    return processes.count() > 1 or PROCESSES in os.environ
 
 
-def find_devices(config: Config, processes: int = 1) -> tuple[Simulation | None, list[jax.Device]]:
+def number_of_workers(devices: list[jax.Device]) -> int:
+    """Return the number of workers of all processes; collective."""
+    return sum(processes.gather(len(devices))) if processes.by_host() else len(devices)
+
+
+def find_devices(config: Config) -> tuple[Simulation | None, list[jax.Device]]:
     """Return the simulation, if any, and the devices; without any device flag speeds 1, 1, 0.5, 0.25 are simulated."""
     flags = config.workers
     if flags.trace is not None and flags.speeds is not None:
@@ -44,14 +51,15 @@ def find_devices(config: Config, processes: int = 1) -> tuple[Simulation | None,
         trace = read_trace(flags.trace)
     elif flags.speeds is not None and flags.speeds != "real":
         trace = constant(numbers("--speeds", flags.speeds))
-    several = are_several(processes)
-    count = flags.devices if several or trace is None or flags.devices is not None else len(trace(0)[0])
+    several = are_several()
+    choice = flags.devices if flags.devices is not None else os.environ.get(DEVICES) or None
     by_node = "daso" in (config.method.sync, config.method.strategy)
-    devices = devices_of_all(count, spare=int(by_node)) if several else fake_devices(count)
+    number = choice if several or trace is None or choice is not None else len(trace(0)[0])
+    devices = chosen_devices(number, spare=int(by_node and several))
     if several and trace is not None:
-        trace = of_survivors(trace, len(devices))
+        trace = of_survivors(trace, number_of_workers(devices))
         trace = _own_speeds(trace, devices) if by_node else trace
-    unspecified = not several and flags.devices is None and flags.speeds is None and devices_from_environment() is None
+    unspecified = not several and choice is None and flags.speeds is None and devices_from_environment() is None
     if trace is None and unspecified and devices[0].platform == "cpu":
         trace = constant(numbers("--speeds", DEFAULT_SPEEDS))
     if trace is None:
@@ -64,11 +72,13 @@ def find_devices(config: Config, processes: int = 1) -> tuple[Simulation | None,
 
 def _own_speeds(trace: Trace, devices: list[jax.Device]) -> Trace:
     """Restrict the trace to the workers of this process, for a sync that plans per node."""
-    own = [i for i, device in enumerate(devices) if device.process_index == jax.process_index()]
-    if len(trace(0)[0]) != len(devices):
+    mine = jax.local_devices(backend=devices[0].platform)
+    each_P = processes.gather(sum(device in mine for device in devices))
+    first, workers = sum(each_P[: processes.index()]), sum(each_P)
+    own = list(range(first, first + each_P[processes.index()]))
+    if len(trace(0)[0]) != workers:
         raise ValueError(
-            f"Speeds were given for {len(trace(0)[0])} workers, but there are {len(devices)}: "
-            "give one speed per worker."
+            f"Speeds were given for {len(trace(0)[0])} workers, but there are {workers}: give one speed per worker."
         )
     return lambda step: (trace(step)[0][own], trace(step)[1][own])
 
@@ -172,9 +182,9 @@ def scheduled_sync(config: Config, chosen: Choice, steps: int) -> Sync:
     return chosen.sync
 
 
-def method(config: Config, processes: int = 1) -> dict[str, Any]:
+def method(config: Config) -> dict[str, Any]:
     """Return the arguments of `hetjax.presets.choose`."""
-    flags, several = config.method, are_several(processes)
+    flags, several = config.method, are_several()
     every = flags.every if flags.every in (None, "epoch") else whole_numbers("--every", flags.every)[0]
     axes = {axis: getattr(flags, axis) for axis in ("controller", "partition", "sync", "engine", "faithful")}
     options = {name: getattr(flags, name) for name in ("mix_every", "topology", "matcha_budget")}

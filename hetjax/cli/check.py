@@ -1,11 +1,12 @@
-"""The command `hetjax check`: the devices found, whether they compute what a single one does, and their speeds."""
+"""The command `hetjax check`: the fleet as it would be used, and whether it computes what a single device does."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,13 @@ import optax
 from rich.console import Console
 from rich.table import Table
 
+from hetjax import processes
 from hetjax.adapters.contract import control, example_keys
 from hetjax.devices import memory
-from hetjax.devices.fake import fake_devices
-from hetjax.devices.workers import device_kind
+from hetjax.devices.chosen import chosen_devices
+from hetjax.devices.workers import Workers
+from hetjax.fleet.distributed import initialize
+from hetjax.history import History
 from hetjax.sampling.order import Sampler
 from hetjax.trainer import Trainer
 from hetjax.zoo.tasks import Task, make_task
@@ -26,40 +30,45 @@ BATCH, STEPS = 512, 8
 TOLERANCE = 1e-4  # relative difference of two updates that rounding explains
 
 
-def check(count: int | None, console: Console) -> None:
-    """Check the devices and print the results.
+def main(devices: str | int | None) -> None:
+    """Join the other processes, if the launcher started several, and check the fleet; process 0 prints.
 
     Args:
-        count: number of devices, as for `fake_devices`
-        console: where to print
+        devices: the devices of this process, as for `hetjax.devices`.
 
     Raises:
-        AssertionError: one step on all devices differs from the same step on one of them.
+        AssertionError: one step of the fleet differs from the same step on one device.
     """
-    devices = fake_devices(count)
-    console.print(_device_table(devices))
-    if devices[0].platform == "cpu" and len(devices) > 1:
-        console.print(f"Simulated devices of equal speed, sharing {os.cpu_count()} CPU cores.", highlight=False)
+    rank = initialize(devices=devices)
+    check(devices, Console(quiet=not rank.first))
+
+
+def check(devices: str | int | None, console: Console) -> None:
+    """Check the devices of all processes and print the results. Collective.
+
+    Args:
+        devices: the devices of this process, as for `hetjax.devices`.
+        console: where to print.
+
+    Raises:
+        AssertionError: one step of the fleet differs from the same step on one device.
+    """
+    chosen = chosen_devices(devices)
     task = make_task("digits", "cnn", dropout=0.0)
-    with _log_to(console), _trainer(task, devices, optax.sgd(0.1)) as trainer:
+    with _log_to(console), _trainer(task, chosen, optax.sgd(0.1)) as trainer:
+        workers = trainer.workers
         state = trainer.init(task.model.params)
-        state, first = trainer.fit(state, task.train, steps=1)
-        distance = _distance(state.params, _one_step_on_one_device(task, devices[0]), task.model.params)
+        state, _ = trainer.fit(state, task.train, steps=1)
+        alone = _one_step_on_one_device(task, workers.own[0])
+        distances_P = processes.gather(_distance(state.params, alone, task.model.params))
         _, history = trainer.fit(state, task.train, steps=STEPS)
-    rates_W = np.nanmedian([r.counts_W / r.times_W for r in history.records], axis=0)
-    console.print(f"Transport {first.transport}.", highlight=False)
-    speeds = _table("worker")
-    speeds.add_column("samples/s", justify="right")
-    for worker, rate in enumerate(rates_W):
-        speeds.add_row(str(worker), f"{rate:,.0f}")
-    speeds.add_row("all", f"{rates_W.sum():,.0f}")
-    speeds.add_row("with the reduce", f"{np.median([r.samples_per_s for r in history.records]):,.0f}")
-    console.print(f"A small CNN, {BATCH} samples per step, equal counts, all devices at once:", highlight=False)
-    console.print(speeds)
+    for line in (_heading(workers), fleet_table(workers, found := _measured(history)), *sentences(workers, found)):
+        console.print(line, soft_wrap=isinstance(line, str), highlight=False)
+    distance = max(distances_P, key=lambda d: (np.isnan(d), d))
     agrees = distance < TOLERANCE  # False for NaN
-    verdict = "agree" if agrees else "DO NOT AGREE"
     console.print(
-        f"One step on {len(devices)} devices and on one {verdict}: relative difference of the updates {distance:.1e}.",
+        f"One step on {_number(len(workers), 'worker')} and on one device {'agree' if agrees else 'DO NOT AGREE'}: "
+        f"relative difference of the updates {distance:.1e}.",
         soft_wrap=True,
         highlight=False,
     )
@@ -67,17 +76,78 @@ def check(count: int | None, console: Console) -> None:
         raise AssertionError("one step on all devices differs from the same step on one of them.")
 
 
-def _device_table(devices: list[jax.Device]) -> Table:
-    table = _table("worker", "device", "kind", "process", "memory")
-    for worker, device in enumerate(devices):
-        free = memory.available(device)
-        size = "unknown" if free is None else f"{free / 2**30:.1f} GiB"
-        table.add_row(str(worker), str(device), device_kind(device), str(device.process_index), size)
+def _measured(history: History) -> dict[str, Any]:
+    """What a short run shows of the fleet: see `sentences` for the names."""
+    timed = [record for record in history.records if np.isfinite(record.times_W).any()]
+    return {
+        "transport": history.transport,
+        "rates_W": np.nanmedian([record.counts_W / record.times_W for record in timed], axis=0),
+        "samples_per_s": float(np.median([record.samples_per_s for record in timed])),
+        "exchange_seconds": float(np.median([record.step_time - np.nanmax(record.times_W) for record in timed])),
+        "benched": {},
+    }
+
+
+def _heading(workers: Workers) -> str:
+    size = _number(processes.count(), "process", "es")
+    simulated = ""
+    if len(workers.own) > 1 and {member.platform for member in workers.members} == {"cpu"}:
+        simulated = f" Simulated devices of equal speed share {os.cpu_count()} CPU cores."
+    return f"{_number(len(workers), 'worker')} in {size}.{simulated}"
+
+
+def fleet_table(workers: Workers, found: Mapping[str, Any]) -> Table:
+    """One row per worker of every process; `found`: see `sentences`. It fits 80 columns."""
+    table = _table("worker", "process", "device", "kind", "memory", "samples/s")
+    for column in table.columns[-2:]:
+        column.justify = "right"
+    if found["benched"]:
+        table.add_column("used")
+    for worker, (member, rate) in enumerate(zip(workers.members, found["rates_W"], strict=True)):
+        size = "unknown" if member.memory is None else memory.gib(member.memory)
+        kind = member.kind.partition(":")[2] or member.kind
+        row = [str(worker), str(member.process), member.name, kind, size, f"{rate:,.0f}" if rate > 0 else "-"]
+        table.add_row(*row, *(["benched" if worker in found["benched"] else "yes"] if found["benched"] else []))
     return table
 
 
+def sentences(workers: Workers, found: Mapping[str, Any]) -> list[str]:
+    """What was found about the fleet as a whole.
+
+    Args:
+        workers: all workers.
+        found: `transport`, how sums travel; `rates_W`, samples/s of each worker; `samples_per_s` of whole steps;
+            `exchange_seconds`, the time of one exchange of the model's size, or None; `benched`, workers that would not
+            be used, with the reason.
+    """
+    all_rates = float(np.nansum(found["rates_W"]))
+    lines = [
+        f"A small CNN, {BATCH} samples per step, equal counts, all at once: {all_rates:,.0f} samples/s; with the "
+        f"exchange {found['samples_per_s']:,.0f}.",
+        f"Sums travel by {_ways(workers, found['transport'])}.",
+    ]
+    if found["exchange_seconds"] is not None:
+        lines[-1] += f" One exchange of this model's size takes {1e3 * max(0.0, found['exchange_seconds']):.1f} ms."
+    lines += [f"Worker {worker} would be benched: {reason}." for worker, reason in sorted(found["benched"].items())]
+    return lines
+
+
+def _ways(workers: Workers, transport: str) -> str:
+    """How sums travel, inside processes and between them."""
+    between = {
+        True: "between processes over ZeroMQ (host)",
+        False: "between processes by XLA's collectives (mesh)",
+    }[workers.by_host]
+    inside = f"{transport} inside each process" if workers.by_host else transport
+    return f"{inside}, {between}" if workers.several_processes else transport
+
+
+def _number(count: int, noun: str, plural: str = "s") -> str:
+    return f"{count} {noun}{'' if count == 1 else plural}"
+
+
 def _table(*columns: str) -> Table:
-    return Table(*columns, box=None, padding=(0, 2), pad_edge=False, header_style="bold")
+    return Table(*columns, box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
 
 
 def _trainer(task: Task, devices: list[jax.Device], optimizer: optax.GradientTransformation) -> Trainer:

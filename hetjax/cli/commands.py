@@ -11,15 +11,32 @@ from rich.console import Console
 from hetjax.launch.options import Options, optional
 
 
-def check(devices: Annotated[int | None, optional("INT")] = None) -> None:
-    """Check new hardware: list the devices, compare their results with a single device's, measure their speed.
+def check(devices: Annotated[str | None, optional("N|KINDS")] = None) -> None:
+    """Check new hardware: the fleet as it would be used, its speed, and whether it computes what one device does.
+
+    Under `python -m hetjax launch -- -m hetjax check`, the fleet of all processes.
 
     Args:
-        devices: number of devices (default: all); on a CPU, number of simulated devices (default: 4)
+        devices: a number, gpu, cpu, gpu+cpu, cuda:0,2+cpu or all (default: all accelerators, else 4 simulated CPU
+            devices, with several processes 1 each)
     """
-    from hetjax.cli.check import check as run_check
+    from hetjax.cli.check import main
 
-    run_check(devices, Console())
+    main(devices)
+
+
+def key(file: tyro.conf.Positional[Path]) -> None:
+    """Make a key for a fleet: only processes that have it are let in, and their messages are encrypted.
+
+    Copy the file to all hosts, and give it to all processes: --key FILE, or HETJAX_KEY=FILE.
+
+    Args:
+        file: a file that does not exist yet; only you will be able to read it
+    """
+    from hetjax.fleet.keys import make_key
+
+    make_key(file)
+    print(f"{file} holds a new key: copy it to all hosts, and start all processes with --key {file}.")
 
 
 def report(

@@ -7,7 +7,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-_CPU = "cpu"
+from hetjax.devices.choice import ALL, CPU, parse
+
+_NAMES = {"gpu": ("cuda", "rocm")}  # platforms by a common name
 
 
 def expected_kinds(
@@ -21,19 +23,27 @@ def expected_kinds(
         root: root of the file system.
 
     Returns:
-        The kinds, sorted, each once; ['cpu'] without accelerators.
+        The kinds, sorted, each once; ['cpu'] without accelerators. A platform of which nothing was found is named
+        itself.
+
+    Raises:
+        ValueError: if the choice is invalid.
     """
-    found = set() if environment.get("JAX_PLATFORMS", "") == _CPU else accelerators(environment, root)
-    text = devices if isinstance(devices, str) else ""
-    if text and not text.isdigit():
-        parts = {part.split(":")[0].strip() for part in text.split("+")}
-        found = set() if parts == {_CPU} else found | ({_CPU} if parts & {_CPU, "all"} else set())
-    return sorted(found) or [_CPU]
+    found = {} if environment.get("JAX_PLATFORMS", "") == CPU else accelerators(environment, root)
+    choice = parse(devices, environment)
+    if choice is None or isinstance(choice, int):
+        return sorted({kind for kinds in found.values() for kind in kinds}) or [CPU]
+    kinds: set[str] = set()
+    for part in choice:
+        names = (*found, CPU) if part.platform == ALL else _NAMES.get(part.platform, (part.platform,))
+        models = [kind for name in names for kind in _picked(found.get(name, []), part.indices)]
+        kinds |= set(models or [part.platform]) | ({CPU} if part.platform == ALL else set())
+    return sorted(kinds - {ALL})
 
 
-def accelerators(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> set[str]:
+def accelerators(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> dict[str, list[str]]:
     """Models of the NVIDIA, AMD and TPU devices that this process may use, by the files of their drivers."""
-    found = set()
+    found: dict[str, list[str]] = {}
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     gpus = sorted(root.glob("proc/driver/nvidia/gpus/*/information"))
     if visible is not None:  # numbers count the GPUs; other names (UUIDs) hide none here
@@ -42,11 +52,18 @@ def accelerators(environment: Mapping[str, str] = os.environ, root: Path = Path(
             gpus = [gpu for k, gpu in enumerate(gpus) if str(k) in numbers]
     for gpu in gpus:
         if model := re.search(r"^Model:\s*(.+?)\s*$", gpu.read_text(), re.MULTILINE):
-            found.add(model[1])
+            found.setdefault("cuda", []).append(model[1])
     for node in sorted(root.glob("sys/class/kfd/kfd/topology/nodes/*/properties")):
         target = re.search(r"^gfx_target_version (\d+)$", node.read_text(), re.MULTILINE)
         if target and target[1] != "0":
-            found.add(f"AMD gfx {target[1]}")
+            found.setdefault("rocm", []).append(f"AMD gfx {target[1]}")
     if any(root.glob("dev/accel*")) or "TPU_ACCELERATOR_TYPE" in environment:
-        found.add(f"TPU {environment.get('TPU_ACCELERATOR_TYPE', '')}".strip())
+        found["tpu"] = [f"TPU {environment.get('TPU_ACCELERATOR_TYPE', '')}".strip()]
     return found
+
+
+def _picked(models: list[str], indices: tuple[int, ...] | None) -> list[str]:
+    """The models at these positions; all of them where their number is unknown, as for TPUs."""
+    if indices is None or not all(index < len(models) for index in indices):
+        return models
+    return [models[index] for index in indices]

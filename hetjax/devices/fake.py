@@ -1,4 +1,4 @@
-"""The devices to train on: real ones, or fake CPU devices requested before JAX is first used."""
+"""Simulated CPU devices: how many JAX will make of the CPU, requested before it is first used."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import jax
-
-from hetjax.arguments import whole
 
 DEFAULT = 4
 MOST = 256
@@ -34,66 +32,22 @@ def most_fake_devices() -> int:
     return min(MOST, max(DEFAULT, maps // _MAPS_EACH))
 
 
-def fake_devices(count: int | None = None) -> list[jax.Device]:
-    """Return devices to train on, splitting a CPU into several simulated devices.
-
-    Call it before anything else uses JAX. With a GPU or TPU it returns the real devices. XLA_FLAGS and
-    JAX_NUM_CPU_DEVICES override the number of simulated devices.
-
-    Args:
-        count: number of devices. Default: all real devices, or 4 simulated CPU devices.
-
-    Returns:
-        The first `count` devices.
-
-    Raises:
-        ValueError: if there are fewer devices, or the CPU cannot be split into that many.
-    """
-    preset = _request(count, DEFAULT)
-    return _first(jax.devices(), count, preset)
-
-
-def devices_of_all(count: int | None = None, spare: int = 0) -> list[jax.Device]:
-    """The devices of this process, or of all processes where one JAX backend spans them, grouped by process.
-
-    Call after `hetjax.fleet.distributed.initialize`.
-
-    Args:
-        count: Number of devices per process. Default: all; on CPU, 1.
-        spare: Number of additional CPU devices to create in each process, which are not returned.
-    """
-    preset = _request(None if count is None else count + spare, 1 + spare)
-    found: dict[int, list[jax.Device]] = {}
-    for device in jax.devices():
-        found.setdefault(device.process_index, []).append(device)
-    if spare and jax.default_backend() == "cpu" and count is None:
-        found = {process: devices[:-spare] or devices for process, devices in found.items()}
-    return [device for process in sorted(found) for device in _first(found[process], count, preset)]
-
-
-def _request(count: int | None, default: int) -> int | None:
-    """Set JAX's number of CPU devices unless the environment sets it; returns the environment's number."""
-    if count is not None:
-        whole("The number of devices", count, 1)
-    preset = devices_from_environment()
-    if preset is None:
+def request(count: int) -> None:
+    """Let JAX make this many devices of the CPU, unless the environment sets their number or JAX has started."""
+    if devices_from_environment() is None:
         with suppress(RuntimeError):  # JAX is already initialized: its devices are fixed
-            jax.config.update("jax_num_cpu_devices", min(count or default, most_fake_devices()))
-    return preset
+            jax.config.update("jax_num_cpu_devices", min(count, most_fake_devices()))
 
 
-def _first(found: list[jax.Device], count: int | None, preset: int | None) -> list[jax.Device]:
-    requested = len(found) if count is None else count
-    if found[0].platform == "cpu" and requested > (most := most_fake_devices()):
+def check_number(count: int) -> None:
+    """Raise ValueError if the CPU cannot be split into that many devices."""
+    if count > (most := most_fake_devices()):
         raise ValueError(
-            f"{requested:,} devices were requested, but this CPU can be split into at most {most}: the compiled "
+            f"{count:,} devices were requested, but this CPU can be split into at most {most}: the compiled "
             f"programs of each take about {_MAPS_EACH:,} memory maps. Request fewer, or raise vm.max_map_count."
         )
-    if count is not None and count > len(found):
-        why = "set by XLA_FLAGS or JAX_NUM_CPU_DEVICES" if preset else "JAX was initialized before this call"
-        hint = f" ({why})" if found[0].platform == "cpu" else ""
-        raise ValueError(
-            f"{count} devices were requested, but there are {len(found)} of kind {found[0].platform}{hint}. Request "
-            "fewer, or omit the number to get all."
-        )
-    return found[:count]
+
+
+def why_no_more() -> str:
+    """Why JAX has no more CPU devices."""
+    return "set by XLA_FLAGS or JAX_NUM_CPU_DEVICES" if devices_from_environment() else "JAX was initialized before"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from functools import cached_property
@@ -14,6 +15,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from hetjax import processes
 from hetjax.devices import memory
+from hetjax.devices.chosen import chosen_devices, own_devices_or_problem, raise_problems
+from hetjax.environment import DEVICES
 
 Tree = Any
 AXIS = "data"
@@ -52,18 +55,26 @@ class Workers:
     process: int = 0
 
     @classmethod
-    def of(cls, devices: Sequence[jax.Device] | None) -> Workers:
+    def of(cls, devices: Sequence[jax.Device] | str | int | None) -> Workers:
         """Make one worker of every device. With several processes that have their own backends, this is collective.
 
         Args:
-            devices: devices of this process, or of all processes where one JAX backend spans them. Default: all.
+            devices: devices of this process, or of all processes where one JAX backend spans them; or a choice as for
+                `hetjax.devices`. Default: the choice of the launcher, if any, else all devices that JAX sees.
 
         Raises:
             TypeError: if these are no devices.
-            ValueError: if a device is listed twice, or a process has no worker.
+            ValueError: if a device is listed twice, a process has no worker, or the choice cannot be had.
         """
-        if not (devices is None or isinstance(devices, Iterable)) or isinstance(devices, str):
-            raise TypeError(f"devices is {devices!r}: expected a list of JAX's devices, such as jax.devices()[:2].")
+        if isinstance(devices, str | int) or (devices is None and os.environ.get(DEVICES)):
+            if processes.by_host():
+                return cls._gathered(*own_devices_or_problem(devices))
+            devices = chosen_devices(devices)
+        if not (devices is None or isinstance(devices, Iterable)):
+            raise TypeError(
+                f"devices is {devices!r}: expected a list of JAX's devices, such as jax.devices()[:2], or a choice, "
+                "such as 'gpu+cpu'."
+            )
         chosen = tuple(sorted(jax.devices(), key=_by_process) if devices is None else devices)
         if invalid := [device for device in chosen if not isinstance(device, jax.Device)]:
             raise TypeError(f"devices holds {invalid[0]!r}: expected JAX's devices, such as jax.devices()[:2].")
@@ -92,16 +103,18 @@ class Workers:
         return cls(members, own, chosen if len(own) < len(chosen) else None, me)
 
     @classmethod
-    def _gathered(cls, own: tuple[jax.Device, ...]) -> Workers:
-        """The workers of all processes, each of which has its own backend."""
+    def _gathered(cls, own: Sequence[jax.Device], problem: str | None = None) -> Workers:
+        """The workers of all processes, each of which has its own backend; `problem`: why this one has no devices."""
         me = processes.index()
-        gathered = processes.gather([astuple(_described(device, me)) for device in own])
+        rows = processes.gather([problem, [astuple(_described(device, me)) for device in own]])
+        raise_problems([problem for problem, _ in rows])
+        gathered = [theirs for _, theirs in rows]
         if idle := [process for process, theirs in enumerate(gathered) if not theirs]:
             raise ValueError(
                 f"Process {', '.join(map(str, idle))} of {processes.count()} has no worker. Give every process a "
                 "device, or start fewer processes."
             )
-        return cls(tuple(Worker(*row) for theirs in gathered for row in theirs), own, None, me)
+        return cls(tuple(Worker(*row) for theirs in gathered for row in theirs), tuple(own), None, me)
 
     def part(self, start: int, stop: int) -> Workers:
         """The workers from `start` to `stop` of a single process."""

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hetjax import processes as group
 from hetjax.devices.accelerators import expected_kinds
@@ -59,8 +59,8 @@ def initialize(
     """Join the other processes of the run, if any. Call once, before JAX's devices are used.
 
     Omitted arguments are taken from the variables that `python -m hetjax launch` sets (HETJAX_COORDINATOR,
-    HETJAX_PROCESSES, HETJAX_PROCESS, HETJAX_BIND, HETJAX_TRANSPORT, HETJAX_KEY), else from Slurm, Open MPI, Kubernetes
-    or Cloud TPU.
+    HETJAX_PROCESSES, HETJAX_PROCESS, HETJAX_BIND, HETJAX_TRANSPORT, HETJAX_DEVICES, HETJAX_KEY), else from Slurm, Open
+    MPI, Kubernetes or Cloud TPU.
 
     Args:
         coordinator: HOST:PORT of process 0; the same in all processes.
@@ -87,9 +87,8 @@ def initialize(
     """
     info = find_process(coordinator, processes, process, os.environ)
     transport = transport or os.environ.get(TRANSPORT) or "auto"
-    if transport not in TRANSPORTS:
-        raise ValueError(f"Unknown transport {transport!r}: use 'auto', 'mesh' or 'host'.")
     if info.processes == 1:
+        _checked(transport, devices)
         return info
     if not 0 < start_limit < math.inf:
         raise ValueError(f"start_limit is {start_limit} s: give more than 0, such as 60.")
@@ -115,10 +114,14 @@ def initialize(
             coordinator=info.coordinator,
             bind=bind,
             key=secret,
-            description={"alike": {"transport": transport}, "kinds": expected_kinds(devices)},
+            description=_description(transport, devices),
             **limits,
         )
-    carrier.transport = chosen = chosen_transport(transport, [row["kinds"] for row in carrier.table])
+    try:
+        carrier.transport = chosen = chosen_transport(transport, [row["kinds"] for row in carrier.table])
+    except ValueError:  # in all processes
+        carrier.close(together=True)
+        raise
     if info.first and secret is None and not is_loopback(split_address(info.coordinator)[0]):
         log.warning("Messages between processes are neither encrypted nor authenticated: this network is trusted.")
     group.join(carrier)
@@ -131,6 +134,21 @@ def initialize(
         address = group.broadcast_bytes(address.encode() if info.first else None).decode()
         start_mesh(info, address, bind or address, **limits)
     return replace(info, transport=chosen)
+
+
+def _checked(transport: str, devices: str | int | None) -> list[str]:
+    """The kinds of device that this process will use, after a check of both arguments."""
+    if transport not in TRANSPORTS:
+        raise ValueError(f"Unknown transport {transport!r}: use 'auto', 'mesh' or 'host'.")
+    return expected_kinds(devices)
+
+
+def _description(transport: str, devices: str | int | None) -> dict[str, Any]:
+    """What process 0 learns of this process; a mistake is part of it, so that all processes end with its sentence."""
+    try:
+        return {"kinds": _checked(transport, devices), "alike": {"transport": transport}}
+    except (ValueError, TypeError) as error:
+        return {"problem": str(error)}
 
 
 def chosen_transport(transport: str, kinds_P: Sequence[Sequence[str]]) -> str:

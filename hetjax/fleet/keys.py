@@ -20,7 +20,13 @@ def make_key(path: str | Path) -> None:
         FileExistsError: if the file exists; a key is never overwritten.
     """
     _, secret = zmq.curve_keypair()
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise FileExistsError(f"{path} exists: a key is never overwritten. Give another name, or remove it.") from None
+    except OSError as error:
+        raise OSError(f"The key cannot be written to {path}: {error.strerror}.") from error
+    with open(descriptor, "wb") as file:
         file.write(secret + b"\n")
 
 
@@ -37,7 +43,10 @@ def read_key(path: str | Path) -> bytes:
         ValueError: if the file holds no key, or others can read it.
         OSError: if it cannot be read.
     """
-    content = Path(path).read_bytes().strip()
+    try:
+        content = Path(path).read_bytes().strip()
+    except OSError as error:
+        raise OSError(f"The key in {path} cannot be read: {error.strerror}. Copy it to this host.") from error
     if len(content) != _LENGTH:
         raise ValueError(f"{path} holds no key: make one with `python -m hetjax key {path}`.")
     if os.name == "posix" and Path(path).stat().st_mode & 0o077:

@@ -16,13 +16,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from hetjax import environment
+from hetjax.fleet.keys import read_key
 from hetjax.fleet.rendezvous import check_free, free_port
 from hetjax.launch import options as flags
 from hetjax.launch.events import Signals, wants_color
 from hetjax.launch.guard import Guard
 from hetjax.launch.heartbeat import Listener
 from hetjax.launch.options import Options
-from hetjax.launch.placement import split_cores, split_gpus, visible_gpus
+from hetjax.launch.placement import share_gpus, split_cores, visible_gpus
 from hetjax.launch.quotas import (
     CgroupRoot,
     CpuQuota,
@@ -55,13 +56,16 @@ def launch(options: Options, program: Sequence[str]) -> int:
     flags.check(options)
     command = flags.command_of(program)
     cores_P, disturbances = flags.quotas_of(options), flags.disturbances_of(options)
-    split_gpus(options.processes, visible_gpus(os.environ))
+    devices_P = flags.devices_of(options)
+    share_gpus(devices_P, visible_gpus(os.environ))
+    if options.key is not None:
+        read_key(options.key)
     _addresses(options)
     root = None
     if cores_P is not None or disturbances:
         root = _cgroup_root(cores_P or disturbances[0].cores_P, program)
         remove_stale(root)
-    run = _Launch(options, command, cores_P or (None,) * options.processes, disturbances, root)
+    run = _Launch(options, command, cores_P or (None,) * options.processes, devices_P, disturbances, root)
     with ExitStack() as stack:
         run.signals = stack.enter_context(Signals())
         run.guard = Guard()
@@ -86,10 +90,11 @@ class _Launch:
         options: Options,
         command: Sequence[str],
         cores_P: Sequence[float | None],
+        devices_P: Sequence[str | None],
         disturbances: Sequence[Disturbance],
         root: CgroupRoot | None,
     ):
-        self.options, self.command, self.cores_P = options, command, cores_P
+        self.options, self.command, self.cores_P, self.devices_P = options, command, cores_P, devices_P
         self.disturbances, self.root, self.started_at = disturbances, root, time.time()
 
     def attempts(self) -> int:
@@ -136,11 +141,11 @@ class _Launch:
             if self.options.pin:
                 pinned_P = [*split_cores([cores or 1.0 for cores in cores_P], sorted(os.sched_getaffinity(0)))]
             coordinator, bind = _addresses(self.options, wait=restarts > 0)
-            gpus_P = split_gpus(len(members), visible_gpus(os.environ))
+            placed_P = share_gpus([self.devices_P[m] for m in members], visible_gpus(os.environ))
             specs = [
                 ProcessSpec(
                     self._command(restarts),
-                    self._environment(rank, members, coordinator, bind, folder, restarts, gpus_P[rank]),
+                    self._environment(rank, members, coordinator, bind, folder, restarts, *placed_P[rank]),
                     listeners_P[rank],
                     quotas_P[rank] if quotas_P else None,
                     pinned_P[rank],
@@ -163,6 +168,7 @@ class _Launch:
         bind: str,
         folder: Path,
         restarts: int,
+        devices: str | None,
         gpus: str | None,
     ) -> dict[str, str]:
         variables = {
@@ -180,8 +186,17 @@ class _Launch:
             variables[environment.RESTART] = str(restarts)
         if len(self._command(restarts)) > len(self.command):
             variables[environment.STARTED] = str(self.started_at)
-        if gpus is not None:
-            variables["JAX_LOCAL_DEVICE_IDS"] = gpus
+        if gpus is not None:  # the first for one backend over all processes, the others for a backend of its own
+            for name in ("JAX_LOCAL_DEVICE_IDS", "JAX_CUDA_VISIBLE_DEVICES", "JAX_ROCM_VISIBLE_DEVICES"):
+                variables[name] = gpus
+        if devices is not None:
+            variables[environment.DEVICES] = devices
+        if devices == "cpu":  # leaves the memory of GPUs to other processes
+            variables["JAX_PLATFORMS"] = "cpu"
+        if self.options.transport is not None:
+            variables[environment.TRANSPORT] = self.options.transport
+        if self.options.key is not None:
+            variables[environment.KEY] = str(self.options.key.resolve())
         return {**os.environ, **variables}
 
 

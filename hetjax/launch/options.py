@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from hetjax.devices.choice import parse
 from hetjax.launch.quotas import Disturbance, check_cores
 
 RESTARTS = 3  # for --restart without a number
@@ -35,6 +36,13 @@ class Options:
     """apply quotas only while steps are taken, so that compilation is not slowed down, or from the start"""
     disturb: Annotated[str | None, optional("STEP:QUOTAS;...")] = None
     """change the quotas when process 0 reaches a step, such as '30:0.2,0.8;90:0.8,0.2'"""
+    devices: Annotated[str | None, optional("KINDS[/KINDS...]")] = None
+    """devices of each process, such as 'gpu', or 'cuda:0/cuda:1+cpu/cpu' with one entry per process; sets
+    HETJAX_DEVICES (default: the GPUs are shared out, else one CPU device each)"""
+    transport: Annotated[Literal["auto", "mesh", "host"] | None, optional("{auto,mesh,host}")] = None
+    """how sums travel: host for any mix of devices, mesh (XLA) for one kind; sets HETJAX_TRANSPORT (default: auto)"""
+    key: Annotated[Path | None, optional("FILE")] = None
+    """key of the fleet (python -m hetjax key FILE), to authenticate and encrypt; sets HETJAX_KEY (default: none)"""
     pin: bool = False
     """pin each process to its own cores, in proportion to the quotas; cores are shared if there are too few"""
     restart: int = 0
@@ -82,6 +90,21 @@ def check(options: Options) -> None:
         raise ValueError(
             f"--silent-limit is {options.silent_limit}: expected at least 2 s, as heartbeats are 0.5 s apart."
         )
+
+
+def devices_of(options: Options) -> tuple[str | None, ...]:
+    """The entry of --devices for each process; None without the flag."""
+    if options.devices is None:
+        return (None,) * options.processes
+    entries = [entry.strip() for entry in options.devices.split("/")]
+    if len(entries) not in (1, options.processes):
+        raise ValueError(
+            f"--devices gives {len(entries)} entries for {options.processes} processes: give one for all, or one for "
+            "each, separated by /, such as gpu/gpu+cpu."
+        )
+    for entry in entries:
+        parse(entry)
+    return tuple(entries * options.processes)[: options.processes]
 
 
 def quotas_of(options: Options) -> tuple[float, ...] | None:

@@ -3,11 +3,11 @@
 import jax
 import numpy as np
 import pytest
+from fake_link import act_as
 from fake_trainer import FakeTrainer
 from saved_states import assert_trees_equal
 
 from hetjax import checkpoint
-from hetjax.checkpoint import resume
 from hetjax.state import State
 
 
@@ -16,15 +16,12 @@ def as_process(monkeypatch):
     """Act as one process of two; what process 0 broadcasts is stored for process 1."""
     sent = []
 
-    def act_as(process):
+    def act_as_process(process):
         received = iter(list(sent))
-        monkeypatch.setattr(jax, "process_count", lambda: 2)
-        monkeypatch.setattr(jax, "process_index", lambda: process)
         broadcast = lambda content: sent.append(content) or content if process == 0 else next(received)
-        monkeypatch.setattr(resume, "broadcast_bytes", broadcast)
-        monkeypatch.setattr(resume, "gather", lambda value: [value])
+        act_as(monkeypatch, process, gathered=lambda value: [value], broadcast=broadcast)
 
-    return act_as
+    return act_as_process
 
 
 def state_of(value, step):

@@ -9,8 +9,8 @@ import subprocess
 import sys
 from contextlib import contextmanager, suppress
 
-import jax
 import pytest
+from fake_link import act_as
 from fake_trainer import FakeTrainer
 from saved_states import names, state_at
 
@@ -99,7 +99,7 @@ def test_a_removed_folder_that_another_program_took_is_not_written_to(tmp_path):
 
 
 def test_only_process_0_locks(tmp_path, monkeypatch):
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    act_as(monkeypatch, 1)
     with held_by_another(tmp_path), checkpoint.Saver(tmp_path, FakeTrainer()):
         pass
 

@@ -10,12 +10,13 @@ import time
 import numpy as np
 import pytest
 import train
+from fake_link import act_as
 from jax.errors import JaxRuntimeError
 from training import configs, setup
 
 from hetjax import report
 from hetjax.environment import PROGRAMS
-from hetjax.fleet import agree, distributed
+from hetjax.fleet import distributed
 from hetjax.fleet.agree import Disagreement
 from hetjax.fleet.rendezvous import free_port
 from hetjax.report import read_run
@@ -264,7 +265,8 @@ def test_training_with_a_warm_persistent_cache_of_jax(tmp_path, monkeypatch):
 
 def test_processes_with_different_flags_are_rejected(tmp_path, monkeypatch, capsys):
     """Except for flags such as --devices, which may differ."""
-    monkeypatch.setattr(agree, "gather", lambda value: [value, {**value, "learning_rate": 0.5}])
+    other = lambda value: {**value, "learning_rate": 0.5} if isinstance(value, dict) else value
+    act_as(monkeypatch, 0, gathered=lambda value: [value, other(value)])
     assert train.main([*TINY, "--strategy", "equal", "--out", str(tmp_path)]) == 2
     assert "Process 1 differs from process 0 in its learning rate: 0.5 instead of None" in capsys.readouterr().err
     assert {"devices", "capacity", "out"} <= set(train.PER_PROCESS_FLAGS) <= configs.Config().flat().keys()

@@ -5,19 +5,25 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from hetjax.fleet.distributed import ProcessInfo, detected_cluster, find_process, initialize
+from hetjax.fleet.distributed import initialize
+from hetjax.fleet.identity import ProcessInfo, detected_cluster, find_process
+from hetjax.fleet.keys import make_key, read_key
 from hetjax.fleet.rendezvous import free_port, is_loopback, own_address_towards
 
 ROOT = Path(__file__).parents[2]
 SLURM = {"SLURM_JOB_ID": "4242", "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
 LAUNCHER = {"HETJAX_COORDINATOR": "127.0.0.1:5000", "HETJAX_PROCESSES": "2", "HETJAX_PROCESS": "1"}
-# Joins, sums the process indices (from 1) in a collective, prints the addresses it listens on, and leaves.
+# Joins, sums the process indices (from 1) as sums travel, prints the addresses it listens on, and leaves.
 PROGRAM = """
 import os, sys
+from hetjax import processes
 from hetjax.fleet import initialize, leave
 try:
     info = initialize(start_limit=float(os.environ.get("LIMIT", 60)), heartbeat_limit=5)
@@ -26,8 +32,13 @@ except (ValueError, OSError) as error:
     leave(2, together=False)
 import jax
 from jax.experimental.multihost_utils import process_allgather
-ranks = process_allgather(jax.numpy.asarray(info.process + 1.0))
-result = f"{info.process} {info.processes} {info.source} {ranks.sum()} {jax.device_count()}"
+def gather(value):
+    mesh = info.transport == "mesh"
+    return process_allgather(jax.numpy.asarray(value)).tolist() if mesh else processes.gather(value)
+total, backend = sum(gather(info.process + 1.0)), (jax.process_index(), jax.device_count())
+assert backend == ((info.process, 2) if info.transport == "mesh" else (0, 1)), backend
+assert (processes.index(), processes.count()) == (info.process, info.processes)
+result = f"{info.process} {info.processes} {info.source} {info.transport} {total}"
 print(result, flush=True)
 if "RESULTS" in os.environ:
     open(os.path.join(os.environ["RESULTS"], str(info.process)), "w").write(result)
@@ -42,7 +53,7 @@ if os.environ.get("LISTENS"):
 if os.environ.get("FAILS") == str(info.process):
     leave(7, together=False)
 if "FAILS" in os.environ:
-    process_allgather(jax.numpy.ones(3))
+    gather(1.0)
 leave(0, together=True)
 """
 
@@ -160,29 +171,40 @@ def outside_address():
 
 def check_listening(outputs, host):
     """Both processes listen on this IPv4 address only, possibly mapped to IPv6; /proc lists it byte-reversed."""
+    for text in outputs:
+        assert "listens" in text
     listens = [line for text in outputs for line in text.splitlines() if line.startswith("listens")]
-    assert len(listens) >= 3  # the coordinator, and the collectives of both
     as_listed = "".join(f"{int(part):02X}" for part in reversed(host.split(".")))
     assert all(line.endswith(as_listed) for line in listens), listens
 
 
-def test_slurm_processes_compute_together_and_listen_on_loopback_only():
+@pytest.mark.parametrize("transport", ["host", "mesh"])
+def test_slurm_processes_compute_together_and_listen_on_loopback_only(transport):
     """With the variables that srun sets; the port follows from the job number."""
-    job = {**SLURM, "SLURM_JOB_ID": free_port("127.0.0.1") % 4096, "LISTENS": 1}
+    job = {**SLURM, "SLURM_JOB_ID": free_port("127.0.0.1") % 4096, "LISTENS": 1, "HETJAX_TRANSPORT": transport}
     codes, outputs = together(*({**job, "SLURM_PROCID": k, "SLURM_LOCALID": k} for k in range(2)))
     assert codes == [0, 0], outputs
     for k in range(2):
-        assert f"{k} 2 slurm 3.0 2" in outputs[k]
+        assert f"{k} 2 slurm {transport} 3.0" in outputs[k]
     check_listening(outputs, "127.0.0.1")
 
 
-def test_launched_processes_listen_on_the_coordinator_address_only():
+@pytest.mark.parametrize("transport", ["host", "mesh"])
+@pytest.mark.parametrize("with_key", [False, True])
+def test_launched_processes_listen_on_the_coordinator_address_only(transport, with_key, tmp_path):
+    """Without a key, process 0 says that this network is trusted."""
     host = outside_address() or "127.0.0.1"
-    codes, outputs = together(*launched(LISTENS=1, HETJAX_COORDINATOR=f"{host}:{free_port(host)}"))
+    flags = {"LISTENS": 1, "HETJAX_COORDINATOR": f"{host}:{free_port(host)}", "HETJAX_TRANSPORT": transport}
+    if with_key:
+        make_key(tmp_path / "key")
+        flags["HETJAX_KEY"] = tmp_path / "key"
+    codes, outputs = together(*launched(**flags))
     assert codes == [0, 0], outputs
     for k in range(2):
-        assert f"{k} 2 the launcher 3.0 2" in outputs[k]
+        assert f"{k} 2 the launcher {transport} 3.0" in outputs[k]
     check_listening(outputs, host)
+    trusted = "Messages between processes are neither encrypted nor authenticated: this network is trusted."
+    assert [trusted in text for text in outputs] == [not with_key and not is_loopback(host), False]
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI is not installed")
@@ -194,12 +216,14 @@ def test_open_mpi_processes_compute_together(tmp_path):
     given = environment(JAX_COORDINATOR_PORT=port, RESULTS=tmp_path)
     done = subprocess.run(command, env=given, cwd=ROOT, capture_output=True, text=True, timeout=90)
     assert done.returncode == 0, done.stderr
-    assert [(tmp_path / str(k)).read_text() for k in range(2)] == ["0 2 ompi 3.0 2", "1 2 ompi 3.0 2"]
+    assert [(tmp_path / str(k)).read_text() for k in range(2)] == ["0 2 ompi host 3.0", "1 2 ompi host 3.0"]
 
 
 @pytest.mark.slow
-def test_a_failing_process_keeps_its_exit_code_and_the_other_does_not_hang():
-    codes, outputs = together(*launched(FAILS=1), limit=40)  # a hang would last for the wait limit, 600 s
+@pytest.mark.parametrize("transport", ["host", "mesh"])
+def test_a_failing_process_keeps_its_exit_code_and_the_other_does_not_hang(transport):
+    flags = {"FAILS": 1, "HETJAX_TRANSPORT": transport}
+    codes, outputs = together(*launched(**flags), limit=40)  # a hang would last for the wait limit, 600 s
     assert codes[1] == 7, outputs
     assert codes[0] != 0
 
@@ -233,5 +257,50 @@ def test_missing_processes_and_different_numbers_of_processes_are_reported():
     codes, outputs = together(alone, first, {**second, "HETJAX_PROCESSES": 3})
     assert codes == [2, 2, 2]
     assert "Not all 2 processes connected to 127.0.0.1:" in outputs[0]
-    assert "Process 0 expects 2 processes, process 1 expects 3." in outputs[1]
-    assert "Process 1 expects 3 processes, process 0 expects 2." in outputs[2]
+    for k in (1, 2):
+        assert "Process 1 differs from process 0 in its number of processes: 3 instead of 2." in outputs[k]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([{"transport": "mesh", "devices": "second"}, {"transport": "mesh", "devices": "cpu"}],
+         "The transport 'mesh' needs devices of one kind, but the processes have cpu, second"),
+        ([{"transport": "mesh"}, {"transport": "host"}],
+         "Process 1 differs from process 0 in its transport: host instead of mesh"),
+        ([{}, {"devices": "gpu+"}], "Process 1: devices is 'gpu\\+', in which a kind is missing"),
+        ([{"transport": "pigeons"}, {}], "Process 0: Unknown transport 'pigeons'"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_reported_on_all_sides(options, message, own_flags, monkeypatch):
+    """Both processes in threads of this one: each is refused, and ends its carrier."""
+    monkeypatch.setattr("hetjax.fleet.distributed.group", SimpleNamespace(link=lambda: None, join=lambda link: None))
+    port = free_port("127.0.0.1")
+
+    def error_of(process):
+        with pytest.raises(ValueError, match=message) as error:
+            initialize(f"127.0.0.1:{port}", 2, process, start_limit=20, **options[process])
+        return str(error.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert len(set(pool.map(error_of, range(2)))) == 1
+    assert not [thread for thread in threading.enumerate() if "carrier" in thread.name]
+
+
+def test_keys(tmp_path):
+    path = tmp_path / "key"
+    make_key(path)
+    assert len(read_key(path)) == 40
+    assert path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(FileExistsError, match="a key is never overwritten"):
+        make_key(path)
+    path.chmod(0o644)
+    with pytest.raises(ValueError, match=r"Others can read the key in .*: run chmod 600"):
+        read_key(path)
+    with pytest.raises(OSError, match="cannot be read: No such file or directory"):
+        read_key(tmp_path / "nowhere")
+    for content in (b"", b"x" * 39, b"x" * 41, bytes([200]) * 40, b" " * 40, b"\0" * 40):
+        (other := tmp_path / "other").write_bytes(content)
+        other.chmod(0o600)
+        with pytest.raises(ValueError, match="holds no key: make one with `python -m hetjax key"):
+            read_key(other)

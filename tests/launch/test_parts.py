@@ -10,7 +10,7 @@ from launching import until
 from hetjax.fleet import rendezvous
 from hetjax.fleet.rendezvous import address_to_bind, is_loopback, own_address_towards, split_address
 from hetjax.launch.heartbeat import Beat, HangDetector, Listener, from_environment
-from hetjax.launch.placement import split_cores, split_gpus, visible_gpus
+from hetjax.launch.placement import share_gpus, split_cores, visible_gpus
 
 
 def test_a_process_that_gives_no_sign_of_life_hangs():
@@ -99,10 +99,22 @@ def test_gpus_are_split_evenly(tmp_path):
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
     assert visible_gpus({"JAX_PLATFORMS": "cpu"}, tmp_path) == 0
     assert visible_gpus({"JAX_PLATFORMS": "cuda,cpu"}, tmp_path) == 3
-    assert split_gpus(2, 0) == [None, None]
-    assert split_gpus(2, 3) == ["0", "1,2"]
+    assert share_gpus([None, None], 0) == [(None, None), (None, None)]
+    assert share_gpus([None, None], 3) == [(None, "0"), (None, "1,2")]
     with pytest.raises(ValueError, match="4 processes need a GPU each, and there are 3"):
-        split_gpus(4, 3)
+        share_gpus([None] * 4, 3)
+
+
+def test_gpus_named_by_a_process_are_its_own():
+    """JAX numbers the GPUs that a process sees, so the choice that it gets names no index."""
+    assert share_gpus(["cuda:1,2+cpu", "gpu", "cpu"], 4) == [("cuda+cpu", "1,2"), ("gpu", "0,3"), ("cpu", None)]
+    assert share_gpus(["gpu:2+cpu:0,1", "cpu"], 3) == [("gpu+cpu:0,1", "2"), ("cpu", None)]
+    assert share_gpus(["1", "all"], 2) == [("1", "0"), ("all", "1")]
+    assert share_gpus(["cuda:0", "cuda:0"], 1) == [("cuda", "0"), ("cuda", "0")]  # shared on purpose
+    with pytest.raises(ValueError, match="names GPU 2, but there are 2"):
+        share_gpus(["cuda:2", "cpu"], 2)
+    with pytest.raises(ValueError, match="1 processes need a GPU each, and there are 0"):
+        share_gpus(["cuda:0", "gpu"], 1)
 
 
 def test_addresses():

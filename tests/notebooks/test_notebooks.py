@@ -29,7 +29,7 @@ def test_a_notebook_is_stored_with_outputs_and_a_colab_link(path):
         in notebook.cells[0].source
     )
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert "fake_devices(4)" in code[0].source
+    assert "hetjax.devices(4)" in code[0].source
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
     assert not [out for cell in code for out in cell.outputs if out.output_type == "error"]
     assert path.stat().st_size < 300_000

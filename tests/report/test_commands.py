@@ -1,19 +1,49 @@
 """The commands check and report of `python -m hetjax`."""
 
+from io import StringIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fake_run import write_fake_run
+from rich.console import Console
 
 from hetjax.__main__ import main
+from hetjax.cli.check import fleet_table, sentences
+from hetjax.devices.workers import Worker, Workers
 
 
 @pytest.mark.slow
 def test_check_describes_the_devices_and_verifies_their_results(capsys):
     assert main(["check", "--devices", "2"]) == 0
     printed = capsys.readouterr().out
-    for word in ("cpu:0", "cpu:1", "GiB", "Engine chunked", "Ladder for cpu", "Transport psum", "samples/s", "agree"):
+    for word in ("cpu:0", "cpu:1", "GiB", "Engine chunked", "Ladder for cpu", "Sums travel by psum", "samples/s",
+                 "One exchange of this model's size takes", "agree"):  # fmt: skip
         assert word in printed
+
+
+def test_the_fleet_fits_80_columns_and_names_who_is_benched():
+    kinds = ["cuda:NVIDIA A100-SXM4-80GB", "cuda:Tesla T4", "cpu:cpu"]
+    members = [Worker(k, kind.partition(":")[0], kind, f"cuda:{k}", 80 * 2**30) for k, kind in enumerate(kinds)]
+    workers = Workers(tuple(members), ())
+    found = {
+        "transport": "hub",
+        "rates_W": np.array([120_345.6, 20_000.0, np.nan]),
+        "samples_per_s": 130_000.0,
+        "exchange_seconds": 0.0123,
+        "benched": {2: "without it a step takes 4.0 instead of 5.0 ms"},
+    }
+    console = Console(width=80, record=True, file=StringIO())
+    console.print(fleet_table(workers, found))
+    lines = console.export_text().splitlines()
+    assert len(lines) == 4
+    assert all(len(line) <= 80 for line in lines)
+    assert lines[1].split() == ["0", "0", "cuda:0", "NVIDIA", "A100-SXM4-80GB", "80.0", "GiB", "120,346", "yes"]
+    assert lines[3].split()[-2:] == ["-", "benched"]
+    text = " ".join(sentences(workers, found))
+    assert "Sums travel by hub inside each process, between processes over ZeroMQ (host)." in text
+    assert "One exchange of this model's size takes 12.3 ms." in text
+    assert "Worker 2 would be benched: without it a step takes 4.0 instead of 5.0 ms." in text
 
 
 def test_report_prints_the_paths_it_wrote(tmp_path, capsys):

@@ -6,10 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from fake_link import act_as
 from modeled_times import modeled_times
 from problems import RandomPlans, distance, problem
 
-from hetjax import Chunked, LiveState, NonFiniteError, State, Step, Trainer, processes
+from hetjax import Chunked, LiveState, NonFiniteError, State, Step, Trainer
 from hetjax.data import batches as host_batches
 from hetjax.pipeline import Requests
 from hetjax.sampling.order import Sampler
@@ -286,7 +287,7 @@ def test_the_trainer_takes_a_stream_of_batches():
 @pytest.mark.parametrize("lengths", [(5, 3), (3, 5), (4, 4), (1, 4), (4, 1), (0, 2), (2, 9), (6, 2, 7)])
 def test_loaders_of_unequal_length_end_together(lengths, monkeypatch, caplog):
     """All processes in lockstep: how many batches each has left is known two steps later, as with real sums."""
-    monkeypatch.setattr(processes, "gather", lambda own: [min(length, 2) for length in lengths])
+    act_as(monkeypatch, 0, len(lengths), gathered=lambda own: [min(length, 2) for length in lengths])
 
     requests = [Requests() for _ in lengths]
     table = {}

@@ -14,7 +14,7 @@ from benches.daso_node import data, init_mlp, loss_fn, info  # noqa: E402, I001 
 import optax  # noqa: E402
 
 from hetjax import Chunked, Trainer  # noqa: E402
-from hetjax.devices.fake import devices_of_all  # noqa: E402
+from hetjax.devices.chosen import chosen_devices  # noqa: E402
 from hetjax.fleet.distributed import leave  # noqa: E402
 from hetjax.sync.daso import Daso  # noqa: E402
 
@@ -24,7 +24,7 @@ def main(spec):
     sync = Daso(warm_up=0, cool_down=0, max_skip=spec["skip"], between="equal", wait="paper")
     trainer = Trainer(
         loss_fn, optax.sgd(1e-3), batch_size=spec["batch"], controller="equal", sync=sync,
-        devices=devices_of_all(1), engine=Chunked(rungs=[spec["batch"] // 2]),
+        devices=chosen_devices(1), engine=Chunked(rungs=[spec["batch"] // 2]),
     )  # fmt: skip
 
     def set_schedule(record, state):
