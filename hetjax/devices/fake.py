@@ -53,21 +53,18 @@ def fake_devices(count: int | None = None) -> list[jax.Device]:
     return _first(jax.devices(), count, preset)
 
 
-def devices_of_all(count: int | None = None, spare: int = 0) -> list[jax.Device]:
+def devices_of_all(count: int | None = None) -> list[jax.Device]:
     """The devices of this process, or of all processes where one JAX backend spans them, grouped by process.
 
     Call after `hetjax.fleet.distributed.initialize`.
 
     Args:
         count: Number of devices per process. Default: all; on CPU, 1.
-        spare: Number of additional CPU devices to create in each process, which are not returned.
     """
-    preset = _request(None if count is None else count + spare, 1 + spare)
+    preset = _request(count, 1)
     found: dict[int, list[jax.Device]] = {}
     for device in jax.devices():
         found.setdefault(device.process_index, []).append(device)
-    if spare and jax.default_backend() == "cpu" and count is None:
-        found = {process: devices[:-spare] or devices for process, devices in found.items()}
     return [device for process in sorted(found) for device in _first(found[process], count, preset)]
 
 

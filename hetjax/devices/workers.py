@@ -62,13 +62,7 @@ class Workers:
             TypeError: if these are no devices.
             ValueError: if a device is listed twice, or a process has no worker.
         """
-        if not (devices is None or isinstance(devices, Iterable)) or isinstance(devices, str):
-            raise TypeError(f"devices is {devices!r}: expected a list of JAX's devices, such as jax.devices()[:2].")
-        chosen = tuple(sorted(jax.devices(), key=_by_process) if devices is None else devices)
-        if invalid := [device for device in chosen if not isinstance(device, jax.Device)]:
-            raise TypeError(f"devices holds {invalid[0]!r}: expected JAX's devices, such as jax.devices()[:2].")
-        if len(set(chosen)) != len(chosen):
-            raise ValueError(f"A device is listed twice in {list(chosen)}: each worker needs a device of its own.")
+        chosen = _chosen(devices)
         if processes.by_host():
             return cls._gathered(chosen)
         if not chosen:
@@ -90,6 +84,19 @@ class Workers:
         own = tuple(device for device in chosen if device.process_index == me)
         members = tuple(_described(device, device.process_index) for device in chosen)
         return cls(members, own, chosen if len(own) < len(chosen) else None, me)
+
+    @classmethod
+    def alone(cls, devices: Sequence[jax.Device] | None) -> Workers:
+        """The workers of this process only, where every process plans on its own.
+
+        Args:
+            devices: as in `of`; those of other processes are left out.
+        """
+        own = tuple(device for device in _chosen(devices) if device.process_index == jax.process_index())
+        if not own:
+            raise ValueError(f"Process {processes.index()} has no worker: none of the given devices belongs to it.")
+        me = processes.index()
+        return cls(tuple(_described(device, me) for device in own), own, None, me)
 
     @classmethod
     def _gathered(cls, own: tuple[jax.Device, ...]) -> Workers:
@@ -197,6 +204,17 @@ class Workers:
         leaves, treedef = jax.tree.flatten(tree)
         pieces = [self.pieces(leaf) for leaf in leaves]
         return [jax.tree.unflatten(treedef, [piece[k] for piece in pieces]) for k in range(len(self.local))]
+
+
+def _chosen(devices: Sequence[jax.Device] | None) -> tuple[jax.Device, ...]:
+    if not (devices is None or isinstance(devices, Iterable)) or isinstance(devices, str):
+        raise TypeError(f"devices is {devices!r}: expected a list of JAX's devices, such as jax.devices()[:2].")
+    chosen = tuple(sorted(jax.devices(), key=_by_process) if devices is None else devices)
+    if invalid := [device for device in chosen if not isinstance(device, jax.Device)]:
+        raise TypeError(f"devices holds {invalid[0]!r}: expected JAX's devices, such as jax.devices()[:2].")
+    if len(set(chosen)) != len(chosen):
+        raise ValueError(f"A device is listed twice in {list(chosen)}: each worker needs a device of its own.")
+    return chosen
 
 
 def _by_process(device: jax.Device) -> tuple[int, int]:
