@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from training.configs import Config
 
+import hetjax.processes
 from hetjax.arguments import MOST_SAMPLES, MOST_SEED, number, whole
 from hetjax.devices.fake import devices_from_environment, devices_of_all, fake_devices
 from hetjax.environment import PROCESSES
@@ -47,10 +48,12 @@ def find_devices(config: Config, processes: int = 1) -> tuple[Simulation | None,
     several = are_several(processes)
     count = flags.devices if several or trace is None or flags.devices is not None else len(trace(0)[0])
     by_node = "daso" in (config.method.sync, config.method.strategy)
-    devices = devices_of_all(count, spare=int(by_node)) if several else fake_devices(count)
+    devices = devices_of_all(count) if several else fake_devices(count)
     if several and trace is not None:
-        trace = of_survivors(trace, len(devices))
-        trace = _own_speeds(trace, devices) if by_node else trace
+        own = sum(device.process_index == jax.process_index() for device in devices)
+        workers_P = hetjax.processes.gather(own)
+        trace = of_survivors(trace, sum(workers_P))
+        trace = _own_speeds(trace, workers_P) if by_node else trace
     unspecified = not several and flags.devices is None and flags.speeds is None and devices_from_environment() is None
     if trace is None and unspecified and devices[0].platform == "cpu":
         trace = constant(numbers("--speeds", DEFAULT_SPEEDS))
@@ -62,14 +65,14 @@ def find_devices(config: Config, processes: int = 1) -> tuple[Simulation | None,
     return Simulation(trace, row_time=None if fixed is None else fixed / 1e3, least=least), devices
 
 
-def _own_speeds(trace: Trace, devices: list[jax.Device]) -> Trace:
+def _own_speeds(trace: Trace, workers_P: list[int]) -> Trace:
     """Restrict the trace to the workers of this process, for a sync that plans per node."""
-    own = [i for i, device in enumerate(devices) if device.process_index == jax.process_index()]
-    if len(trace(0)[0]) != len(devices):
+    given, first = len(trace(0)[0]), sum(workers_P[: hetjax.processes.index()])
+    if given != sum(workers_P):
         raise ValueError(
-            f"Speeds were given for {len(trace(0)[0])} workers, but there are {len(devices)}: "
-            "give one speed per worker."
+            f"Speeds were given for {given} workers, but there are {sum(workers_P)}: give one speed per worker."
         )
+    own = slice(first, first + workers_P[hetjax.processes.index()])
     return lambda step: (trace(step)[0][own], trace(step)[1][own])
 
 

@@ -221,14 +221,16 @@ class NeighborReduce:
         sent_w = [
             [*(leaves[k] for k in self.bundles.large), *small]
             for leaves, (_, small) in zip(leaves_w, begun, strict=True)
+            if mixes
         ]
-        tail, given_w = self._exchange([row for row, _ in begun], slots_w, sent_w if mixes else None, active_R)
+        tail, given_w = self._exchange([row for row, _ in begun], slots_w, sent_w, active_R)
         level = float(tail.slots_WxS[:, _LEVEL].sum())
         if level >= NONFINITE or not tail.values[1] > 0:
             return core_w, tail
         scalars_w = self._scalars(tail.values, level, step)
         moved_w = [
-            run(*given) for run, *given in zip(self._update_w[mixes], core_w, parts_w, scalars_w, given_w, strict=True)
+            self._update_w[bool(given)][w](core, parts, scalars, given)
+            for w, (core, parts, scalars, given) in enumerate(zip(core_w, parts_w, scalars_w, given_w, strict=True))
         ]
         tail.bad_w = [bad for _, bad in moved_w]
         if self.undo and self._bad(tail).any():  # if one is, none is applied
@@ -236,14 +238,14 @@ class NeighborReduce:
         return [core for core, _ in moved_w], tail
 
     def _exchange(
-        self, row_w: list[jax.Array], slots_w: Sequence[list[float]], sent_w: list[Arrays] | None, active_R: np.ndarray
+        self, row_w: list[jax.Array], slots_w: Sequence[list[float]], sent_w: list[Arrays], active_R: np.ndarray
     ) -> tuple[NeighborTail, list[tuple]]:
         """Add up the rows of all workers, and fetch what each own worker mixes with: the last argument of its program.
 
-        Everything is started before anything is waited for. `sent_w` is None in steps without mixing.
+        Everything is started before anything is waited for. `sent_w` is empty in steps without mixing.
         """
         messages, round_ = self.messages, self.messages.begin()
-        own = {} if sent_w is None else dict(zip(self.workers.local, sent_w, strict=True))
+        own = dict(zip(self.workers.local, sent_w, strict=True)) if sent_w else {}
         pairs_R = [pairs if active else () for pairs, active in zip(self.mixing.rounds, active_R, strict=True)]
         sources_w = [self._sources(worker, pairs_R) for worker in self.workers.local] if own else []
         copied_w = messages.copy(own, sources_w) if own else []
@@ -256,17 +258,18 @@ class NeighborReduce:
         slots_WxS[:, _LEVEL] = row_WxK[:, self.layout.values]
         slots_WxS[:, :HOST_SLOTS] = row_WxK[:, self.layout.values + 1 :]
         tail = NeighborTail(values, slots_WxS, round_)
-        if sent_w is None:
+        if not sent_w:
             return tail, [()] * len(row_w)
         if self.mixing.uniform:
             return tail, [(messages.mean(sent_w),)] * len(row_w)
         remote = {sender for sources in sources_w for sender, _ in sources if sender not in own}
         came = messages.receive(sorted(remote), round_)
         given_w: list[tuple] = []
-        for mine, sources, copied in zip(sent_w, sources_w, copied_w, strict=True):
-            padding = self.most - len(sources)
-            received = [came[sender] if sender in came else copied[sender] for sender, _ in sources] + [mine] * padding
-            given_w.append((received, np.array([weight for _, weight in sources] + [0.0] * padding)))
+        for sources, copied in zip(sources_w, copied_w, strict=True):
+            received = [came[sender] if sender in came else copied[sender] for sender, _ in sources]
+            padding = self.most - len(sources)  # the program takes as many arrays on every worker
+            weights = np.array([weight for _, weight in sources] + [0.0] * padding)
+            given_w.append(([*received, *received[:1] * padding], weights) if sources else ())
         return tail, given_w
 
     def _sources(self, worker: int, pairs_R: Sequence[Pairs]) -> Sources:
