@@ -100,9 +100,16 @@ class NeighborMessages:
         return np.concatenate([own_wxK if process == me else of(process) for process in dict.fromkeys(self._process_W)])
 
     def copy(self, own: Mapping[int, Arrays], sources_w: Sequence[Sources]) -> list[dict[int, Arrays]]:
-        """Copy the parameters of own workers to the devices of their neighbors in this process, by neighbor."""
+        """The parameters of own workers for their neighbors in this process, by neighbor: copied to its device.
+
+        Those of a CPU device are read where they are. The update cannot reuse their memory meanwhile, but half of the
+        time of a mixing step was spent on copies (ring of 4 CPU devices, 5 million parameters: 30 ms instead of 60).
+        """
+        on_cpu = [device.platform == "cpu" for device in self.workers.own]
+        given = {i: list(map(np.asarray, own[i])) if cpu else own[i]
+                 for i, cpu in zip(self.workers.local, on_cpu, strict=True)}  # fmt: skip
         return [
-            {sender: jax.device_put(own[sender], device) for sender, _ in sources if sender in own}
+            {sender: jax.device_put(given[sender], device) for sender, _ in sources if sender in own}
             for device, sources in zip(self.workers.own, sources_w, strict=True)
         ]
 
@@ -110,8 +117,7 @@ class NeighborMessages:
         """Send the parameters of own workers to the processes of their neighbors; `pairs`: (sender, receiver)."""
         for sender, process in sorted({(a, self._process_W[b]) for a, b in pairs}):
             if sender in own and process != self.workers.process:
-                # Copied, because the update overwrites the parameters.
-                frames = [frame for x in own[sender] for frame in _frames(np.array(x).reshape(-1))]
+                frames = [frame for x in own[sender] for frame in _frames(np.asarray(x).reshape(-1))]
                 self._channel_at(round_).send(process, PARAMETERS + sender, frames)
 
     def receive(self, senders: Iterable[int], round_: int) -> dict[int, Arrays]:
