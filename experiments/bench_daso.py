@@ -155,7 +155,7 @@ def run_once(spec: dict[str, Any], cluster: Cluster, unequal: bool, limit: float
         for j, group in enumerate(groups):
             launcher = [sys.executable, "-I", "-S", child.__file__, str(os.getpid()), group, str(cores[j % len(cores)])]
             fleet = {environment.COORDINATOR: cluster.coordinator, environment.PROCESSES: str(cluster.nodes)}
-            devices = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}  # one computes, one carries the exchanges
+            devices = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
             process = subprocess.Popen(
                 [*launcher, *cluster.command_prefix(j), sys.executable, str(NODE), json.dumps(spec)],
                 env={**os.environ, **fleet, environment.PROCESS: str(j), **devices},

@@ -215,7 +215,7 @@ def train(
         state, totals = initial_state(config, trainer, trainer.init(task.model.params, task.model.model_state), folder)
         row_time = lambda: trainer.simulation and trainer.simulation.row_time
         start = "" if state.step == 0 else f" (resuming after step {state.step})"
-        workers = setup.number_of_workers(devices)
+        workers = sum(setup.workers_by_process(devices))
         console.print(f"{name}: {workers} workers, compiling{start}", highlight=False)
         tracker = output.trackers(config, name, folder, state.step)
         follow = report.Follow(tracker, **totals)

@@ -19,18 +19,23 @@ class ProcessLink(Protocol):
 
     index: int
     count: int
+    others: list[int]  # the other processes
     transport: str  # how sums travel: 'mesh' or 'host'
+
+    def channel(self) -> Any:
+        """A new channel for messages between two processes; all processes open theirs in the same order."""
+        ...
 
     def gather(self, content: bytes) -> list[bytes]:
         """The content of every process, in process order."""
         ...
 
-    def broadcast(self, content: bytes | None) -> bytes:
-        """The content of process 0."""
+    def collect(self, content: bytes) -> list[bytes] | None:
+        """The content of every process, in process 0; None in the others."""
         ...
 
-    def channel(self) -> Any:
-        """A new channel for messages of one purpose (`hetjax.fleet.carrier.Channel`), in the same order everywhere."""
+    def broadcast(self, content: bytes | None) -> bytes:
+        """The content of process 0."""
         ...
 
     def close(self, together: bool) -> None:
@@ -86,6 +91,16 @@ def gather_rows(own: np.ndarray, rows_P: Sequence[int]) -> list[np.ndarray]:
     contents = _link.gather(np.ascontiguousarray(own).tobytes())
     shaped = lambda content, rows: np.frombuffer(content, own.dtype).reshape(rows, *own.shape[1:])
     return [shaped(content, rows) for content, rows in zip(contents, rows_P, strict=True)]
+
+
+def collect_rows(own: np.ndarray) -> np.ndarray | None:
+    """The rows [n, ...] of all processes, in process order, in process 0; None in the others."""
+    if _link is None:
+        return own
+    contents = _link.collect(np.ascontiguousarray(own).tobytes())
+    if contents is None:
+        return None
+    return np.concatenate([np.frombuffer(content, own.dtype).reshape(-1, *own.shape[1:]) for content in contents])
 
 
 def broadcast_bytes(content: bytes | None) -> bytes:

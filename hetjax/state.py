@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
 
 from hetjax.arguments import whole
 
@@ -86,6 +88,67 @@ def gathered(state: State, *names: str) -> State:
     """The state with these parts (default: all) gathered where they are deferred; collective if there are any."""
     parts = {name: getattr(state, name) for name in names or ("opt_state", "ema", "params", "model_state")}
     return replace(state, **{name: part.gather() for name, part in parts.items() if isinstance(part, Deferred)})
+
+
+class ReplicaStack:
+    """An array [replicas, ...] of which this process holds some replicas, on devices that may be of several kinds.
+
+    It stands in a `State` where no single JAX array can: every process may have its own backend, and so may devices of
+    different kinds. It reads as a NumPy array if all replicas are in this process.
+
+    Args:
+        pieces: the replicas of this process, each [1, ...].
+        first: index of the first of them.
+        count: number of replicas of all processes.
+    """
+
+    def __init__(self, pieces: Sequence[Any], first: int, count: int):
+        self.pieces, self.first, self.count = tuple(pieces), first, count
+        self.shape, self.dtype = (count, *pieces[0].shape[1:]), pieces[0].dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of entries of all replicas."""
+        return math.prod(self.shape)
+
+    @property
+    def is_fully_addressable(self) -> bool:
+        """Whether all replicas are in this process."""
+        return len(self.pieces) == self.count
+
+    def addressable_data(self, index: int) -> Any:
+        """A replica of this process, counted from its first, with a leading axis of one."""
+        return self.pieces[index]
+
+    def own(self) -> np.ndarray:
+        """The replicas of this process on the host."""
+        return np.concatenate([np.asarray(piece) for piece in self.pieces])
+
+    def map(self, fn: Callable[[Any], Any]) -> ReplicaStack:
+        """Apply a function to every replica."""
+        return ReplicaStack([fn(piece) for piece in self.pieces], self.first, self.count)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        return np.asarray(self)[index]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if not self.is_fully_addressable:
+            raise ValueError(
+                f"This process holds {len(self.pieces)} of {self.count} replicas. Use trainer.answer(state), which "
+                "averages those of all processes, or save a checkpoint, which gathers them."
+            )
+        return np.asarray(self.own(), dtype)
+
+    def __repr__(self) -> str:
+        return f"ReplicaStack({self.dtype}{list(self.shape)}, {len(self.pieces)} of them here)"
 
 
 class LiveState:

@@ -84,7 +84,7 @@ def main(spec: dict[str, Any]) -> None:
         batch_size=spec["batch"],
         controller="balanced",
         sync=sync,
-        devices=chosen_devices(1),  # the other CPU device carries the exchanges
+        devices=chosen_devices(1),
         seed=seed,
         engine=Chunked(rungs=[8, 32, 128, 256]),
     )

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from rich.console import Console
 from training.configs import Config
-from training.setup import number_of_workers, numbers
+from training.setup import numbers, workers_by_process
 
 from hetjax.data.source_blocks import (
     check_same_data,
@@ -68,7 +68,7 @@ def partition_of(
     """
     if chosen.partition != "submodular":
         return chosen.partition
-    flags, workers = config.submodular, number_of_workers(devices)
+    flags, workers = config.submodular, sum(workers_by_process(devices))
     if flags.blocks is not None:
         given = shared_blocks(lambda: from_file(flags.blocks, task))
         kept = kept_entries(given.workers, workers)

@@ -36,9 +36,10 @@ def are_several() -> bool:
     return processes.count() > 1 or PROCESSES in os.environ
 
 
-def number_of_workers(devices: list[jax.Device]) -> int:
-    """Return the number of workers of all processes; collective."""
-    return sum(processes.gather(len(devices))) if processes.by_host() else len(devices)
+def workers_by_process(devices: list[jax.Device]) -> list[int]:
+    """Return the number of workers of each process; collective."""
+    mine = jax.local_devices(backend=devices[0].platform)
+    return processes.gather(len(devices) if processes.by_host() else sum(device in mine for device in devices))
 
 
 def find_devices(config: Config) -> tuple[Simulation | None, list[jax.Device]]:
@@ -55,10 +56,11 @@ def find_devices(config: Config) -> tuple[Simulation | None, list[jax.Device]]:
     choice = flags.devices if flags.devices is not None else os.environ.get(DEVICES) or None
     by_node = "daso" in (config.method.sync, config.method.strategy)
     number = choice if several or trace is None or choice is not None else len(trace(0)[0])
-    devices = chosen_devices(number, spare=int(by_node and several))
+    devices = chosen_devices(number)
     if several and trace is not None:
-        trace = of_survivors(trace, number_of_workers(devices))
-        trace = _own_speeds(trace, devices) if by_node else trace
+        workers_P = workers_by_process(devices)
+        trace = of_survivors(trace, sum(workers_P))
+        trace = _own_speeds(trace, workers_P) if by_node else trace
     unspecified = not several and choice is None and flags.speeds is None and devices_from_environment() is None
     if trace is None and unspecified and devices[0].platform == "cpu":
         trace = constant(numbers("--speeds", DEFAULT_SPEEDS))
@@ -70,16 +72,14 @@ def find_devices(config: Config) -> tuple[Simulation | None, list[jax.Device]]:
     return Simulation(trace, row_time=None if fixed is None else fixed / 1e3, least=least), devices
 
 
-def _own_speeds(trace: Trace, devices: list[jax.Device]) -> Trace:
+def _own_speeds(trace: Trace, workers_P: list[int]) -> Trace:
     """Restrict the trace to the workers of this process, for a sync that plans per node."""
-    mine = jax.local_devices(backend=devices[0].platform)
-    each_P = processes.gather(sum(device in mine for device in devices))
-    first, workers = sum(each_P[: processes.index()]), sum(each_P)
-    own = list(range(first, first + each_P[processes.index()]))
-    if len(trace(0)[0]) != workers:
+    given, first = len(trace(0)[0]), sum(workers_P[: processes.index()])
+    if given != sum(workers_P):
         raise ValueError(
-            f"Speeds were given for {len(trace(0)[0])} workers, but there are {workers}: give one speed per worker."
+            f"Speeds were given for {given} workers, but there are {sum(workers_P)}: give one speed per worker."
         )
+    own = slice(first, first + workers_P[processes.index()])
     return lambda step: (trace(step)[0][own], trace(step)[1][own])
 
 

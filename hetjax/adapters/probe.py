@@ -174,5 +174,5 @@ def _names(tree: Tree) -> list[str]:
 
 def _one(x: Any, replicas: int) -> Any:
     """Return this process's copy of an array, or the first of several parameter sets in it."""
-    x = x.addressable_data(0) if isinstance(x, jax.Array) else x
+    x = x.addressable_data(0) if hasattr(x, "addressable_data") else x
     return x[0] if replicas else x

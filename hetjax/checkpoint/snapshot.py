@@ -9,11 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 
 from hetjax import processes
-from hetjax.devices.compile import expected
-from hetjax.state import State, gathered
+from hetjax.state import ReplicaStack, State, gathered
 
 Tree = Any
 _CORE = ("params", "model_state", "opt_state", "ema")
@@ -29,7 +27,7 @@ class RunSnapshot:
 
 
 def take(state: State, memory: Mapping[str, Any], extra: Mapping[str, Any]) -> RunSnapshot | None:
-    """Copy a state to the host. Collective: some states are sharded over the processes, so all have to call this.
+    """Copy a state to the host. Collective: the replicas of a state may be in several processes.
 
     Args:
         state: the state
@@ -95,12 +93,9 @@ def host_copy(leaf: Any) -> np.ndarray | None:
 
     Always a copy: on a CPU a view of the buffer would keep the next step from donating it.
     """
-    if isinstance(leaf, jax.Array) and not (leaf.is_fully_replicated or leaf.is_fully_addressable):
-        with expected():
-            gathered = multihost_utils.process_allgather(leaf, tiled=True)
-    else:
-        gathered = leaf if processes.first() else None
-    return np.array(gathered) if processes.first() else None
+    if isinstance(leaf, ReplicaStack) and not leaf.is_fully_addressable:
+        return processes.collect_rows(leaf.own())
+    return np.array(leaf) if processes.first() else None
 
 
 def _named_leaves(state: State) -> tuple[list[str], list[Any]]:
@@ -113,12 +108,14 @@ def _named_leaves(state: State) -> tuple[list[str], list[Any]]:
 
 
 def _is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _key_data(leaf: Any) -> Any:
     """PRNG keys as integers, other leaves unchanged."""
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
+    if not _is_key(leaf):
+        return leaf
+    return leaf.map(jax.random.key_data) if isinstance(leaf, ReplicaStack) else jax.random.key_data(leaf)
 
 
 def _as_key(value: np.ndarray, like: jax.Array) -> jax.Array:

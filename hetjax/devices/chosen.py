@@ -14,21 +14,20 @@ from hetjax.devices.choice import ALL, CPU, Selection, parse
 from hetjax.environment import PROCESSES
 
 
-def chosen_devices(choice: str | int | None = None, spare: int = 0) -> list[jax.Device]:
+def chosen_devices(choice: str | int | None = None) -> list[jax.Device]:
     """The chosen devices of this process, or of all processes where one JAX backend spans them, grouped by process.
 
     Collective: a choice that cannot be had in one process is an error in all of them.
 
     Args:
         choice: see `hetjax.devices`.
-        spare: number of additional CPU devices to create, which are not returned.
 
     Raises:
         ValueError: if the choice is invalid, or cannot be had.
     """
     if processes.count() == 1:
-        return own_devices(choice, spare)
-    own, problem = own_devices_or_problem(choice, spare)
+        return own_devices(choice)
+    own, problem = own_devices_or_problem(choice)
     gathered = processes.gather([problem, [device.id for device in own]])
     raise_problems([problem for problem, _ in gathered])
     if processes.by_host():
@@ -37,10 +36,10 @@ def chosen_devices(choice: str | int | None = None, spare: int = 0) -> list[jax.
     return [by_id[number] for _, numbers in gathered for number in numbers]
 
 
-def own_devices_or_problem(choice: str | int | None, spare: int = 0) -> tuple[list[jax.Device], str | None]:
+def own_devices_or_problem(choice: str | int | None) -> tuple[list[jax.Device], str | None]:
     """The chosen devices of this process, or why they cannot be had: all processes have to know before one ends."""
     try:
-        return own_devices(choice, spare), None
+        return own_devices(choice), None
     except (ValueError, TypeError) as error:
         return [], str(error)
 
@@ -51,7 +50,7 @@ def raise_problems(problems_P: Sequence[str | None]) -> None:
         raise ValueError(" ".join(found))
 
 
-def own_devices(choice: str | int | None, spare: int = 0) -> list[jax.Device]:
+def own_devices(choice: str | int | None) -> list[jax.Device]:
     """The chosen devices of this process.
 
     Raises:
@@ -60,11 +59,11 @@ def own_devices(choice: str | int | None, spare: int = 0) -> list[jax.Device]:
     parsed = parse(choice)
     default = 1 if processes.count() > 1 or PROCESSES in os.environ else fake.DEFAULT
     if parsed is None or isinstance(parsed, int):
-        return _usual(parsed, default, spare)
+        return _usual(parsed, default)
     parts, alone = parsed, len(parsed) == 1
     if cpus := [_cpus(part, default if alone else 1) for part in parts if part.platform in (CPU, ALL)]:
         fake.check_number(cpus[0])
-        fake.request(cpus[0] + spare)  # before JAX is used for another part
+        fake.request(cpus[0])  # before JAX is used for another part
     if parts == (Selection(ALL),):
         platforms = sorted(backends(), key=lambda platform: platform == CPU)
         parts, alone = tuple(map(Selection, platforms)), len(platforms) == 1
@@ -74,13 +73,11 @@ def own_devices(choice: str | int | None, spare: int = 0) -> list[jax.Device]:
     return devices
 
 
-def _usual(count: int | None, default: int, spare: int) -> list[jax.Device]:
+def _usual(count: int | None, default: int) -> list[jax.Device]:
     """The first devices of JAX's default platform: its accelerators, or simulated CPU devices."""
-    fake.request((count or default) + spare)
+    fake.request(count or default)
     found = jax.local_devices()
     on_cpu = found[0].platform == CPU
-    if count is None and spare and on_cpu:
-        found = found[:-spare] or found
     if on_cpu:
         fake.check_number(count or len(found))
     if count is not None and count > len(found):

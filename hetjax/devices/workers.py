@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 from collections.abc import Iterable, Sequence
@@ -22,9 +23,14 @@ Tree = Any
 AXIS = "data"
 
 
+@functools.cache
 def device_kind(device: jax.Device) -> str:
-    """Platform and model: devices of one kind run the same compiled programs."""
-    return f"{device.platform}:{device.device_kind}"
+    """Platform and model: devices of one kind run the same compiled programs.
+
+    A second client of a platform, which has its own arrays and programs, makes a kind of its own.
+    """
+    kind = f"{device.platform}:{device.device_kind}"
+    return kind if device.client is jax.local_devices(backend=device.platform)[0].client else f"{kind}@2"
 
 
 @dataclass(frozen=True)
@@ -70,16 +76,7 @@ class Workers:
             if processes.by_host():
                 return cls._gathered(*own_devices_or_problem(devices))
             devices = chosen_devices(devices)
-        if not (devices is None or isinstance(devices, Iterable)):
-            raise TypeError(
-                f"devices is {devices!r}: expected a list of JAX's devices, such as jax.devices()[:2], or a choice, "
-                "such as 'gpu+cpu'."
-            )
-        chosen = tuple(sorted(jax.devices(), key=_by_process) if devices is None else devices)
-        if invalid := [device for device in chosen if not isinstance(device, jax.Device)]:
-            raise TypeError(f"devices holds {invalid[0]!r}: expected JAX's devices, such as jax.devices()[:2].")
-        if len(set(chosen)) != len(chosen):
-            raise ValueError(f"A device is listed twice in {list(chosen)}: each worker needs a device of its own.")
+        chosen = _checked(devices)
         if processes.by_host():
             return cls._gathered(chosen)
         if not chosen:
@@ -101,6 +98,21 @@ class Workers:
         own = tuple(device for device in chosen if device.process_index == me)
         members = tuple(_described(device, device.process_index) for device in chosen)
         return cls(members, own, chosen if len(own) < len(chosen) else None, me)
+
+    @classmethod
+    def alone(cls, devices: Sequence[jax.Device] | str | int | None) -> Workers:
+        """The workers of this process only, where every process plans on its own.
+
+        Args:
+            devices: as in `of`; those of other processes are left out.
+        """
+        if isinstance(devices, str | int) or (devices is None and os.environ.get(DEVICES)):
+            devices = chosen_devices(devices)
+        own = tuple(device for device in _checked(devices) if device.process_index == jax.process_index())
+        if not own:
+            raise ValueError(f"Process {processes.index()} has no worker: none of the given devices belongs to it.")
+        me = processes.index()
+        return cls(tuple(_described(device, me) for device in own), own, None, me)
 
     @classmethod
     def _gathered(cls, own: Sequence[jax.Device], problem: str | None = None) -> Workers:
@@ -210,6 +222,20 @@ class Workers:
         leaves, treedef = jax.tree.flatten(tree)
         pieces = [self.pieces(leaf) for leaf in leaves]
         return [jax.tree.unflatten(treedef, [piece[k] for piece in pieces]) for k in range(len(self.local))]
+
+
+def _checked(devices: Sequence[jax.Device] | None) -> tuple[jax.Device, ...]:
+    if not (devices is None or isinstance(devices, Iterable)):
+        raise TypeError(
+            f"devices is {devices!r}: expected a list of JAX's devices, such as jax.devices()[:2], or a choice, "
+            "such as 'gpu+cpu'."
+        )
+    chosen = tuple(sorted(jax.devices(), key=_by_process) if devices is None else devices)
+    if invalid := [device for device in chosen if not isinstance(device, jax.Device)]:
+        raise TypeError(f"devices holds {invalid[0]!r}: expected JAX's devices, such as jax.devices()[:2].")
+    if len(set(chosen)) != len(chosen):
+        raise ValueError(f"A device is listed twice in {list(chosen)}: each worker needs a device of its own.")
+    return chosen
 
 
 def _by_process(device: jax.Device) -> tuple[int, int]:

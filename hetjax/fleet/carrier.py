@@ -189,6 +189,16 @@ class Carrier:
         self._control.round += 1
         return gathered
 
+    def collect(self, content: bytes) -> list[bytes] | None:
+        """The content of every process, in process 0; None in the others. Collective."""
+        collected = None
+        if self.index == 0:
+            collected = [content, *(self._control.receive_long(peer) for peer in self.others)]
+        else:
+            self._control.send_long(0, content)
+        self._control.round += 1
+        return collected
+
     def broadcast(self, content: bytes | None) -> bytes:
         """The content of process 0. Collective."""
         if self.index == 0:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -89,6 +90,8 @@ class HostSharded(HostSums):
         self._buffers = [[_aligned(n, layout.dtype) for n in layout.grad_sizes] for _ in range(2)]
         self._programs: dict[int, PieceProgram] = {}
         self._small = self._compile_small()
+        for k in range(len(self.pieces)):  # of others' pieces, too: owners change without compiling
+            self._program(k)
         self._placed_constants: dict[jax.Device, Any] = {}
         self.advance = None if rule.advance is None or model_state is None else self._compile_advance(model_state)
 
@@ -323,7 +326,7 @@ class HostSharded(HostSums):
         ema = None if self.rule.ema_decay is None else Deferred(lambda: self._average(refresh()))
         if self.me in core.fresh:
             return State(self._params(core, copy=True), core.model_state, whole, ema, step, cursor)
-        params, model_state = (Deferred(lambda i=i: self._current(latest[0])[i]) for i in range(2))
+        params, model_state = (Deferred(partial(lambda i: self._current(latest[0])[i], i)) for i in range(2))
         return State(params, model_state, whole, ema, step, cursor)
 
     def _current(self, core: HostCore) -> tuple[Tree, Tree]:

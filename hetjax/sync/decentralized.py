@@ -6,9 +6,11 @@ D-PSGD (Lian et al., arXiv 1705.09056), mixing every F steps as RCD-SGD does (ar
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,27 +18,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec as P
 
 from hetjax import processes
 from hetjax.arguments import whole
-from hetjax.devices.compile import compile_over, expected
-from hetjax.devices.workers import AXIS
+from hetjax.devices.compile import compile_for, expected
+from hetjax.devices.workers import device_kind
 from hetjax.fleet.membership import kept_entries
 from hetjax.reduce.base import Reduce, Replicas
-from hetjax.reduce.layout import HOST_SLOTS, Parts, StepReport, StepSums, level_of_all, with_bad_update
+from hetjax.reduce.finite import LARGE, NONFINITE, nonfinite_level
+from hetjax.reduce.layout import HOST_SLOTS, SLOTS, Parts, StepReport, StepSums
 from hetjax.reduce.trainable import trainable
-from hetjax.reduce.transports import sum_parts, zero_parts
+from hetjax.reduce.transports import zero_parts
 from hetjax.reduce.update import Update
 from hetjax.sampling.order import PlannedStep
 from hetjax.state import State
 from hetjax.sync.base import Sync, SyncContext
-from hetjax.sync.replicas import average, replica_mean, spread
-from hetjax.sync.topology import Mixing, matcha, topology
+from hetjax.sync.neighbors import FLAGS, ROWS, Arrays, Bundles, NeighborMessages, Sources
+from hetjax.sync.replicas import average, spread, stacked
+from hetjax.sync.topology import Mixing, Pairs, matcha, topology
 
 log = logging.getLogger("hetjax")
 Tree = Any
-_LARGE = 2**14  # elements: smaller arrays are sent together
+_LEVEL, _BAD = SLOTS.index("nonfinite_level"), SLOTS.index("bad_update")
 
 
 class Decentralized(Sync):
@@ -91,79 +94,91 @@ class Decentralized(Sync):
             mixing, weight_RxW=np.array(weight_RxW).reshape(-1, workers), probability_R=np.array(probability_R)
         )
 
-    def open(self, context: SyncContext, state: State) -> tuple[Reduce, Any]:
-        kinds = context.workers.kinds
-        if len(kinds) > 1 or context.options.transport == "host":
-            raise ValueError(
-                "Decentralized workers exchange parameters in one program over all devices, which needs devices of one "
-                f"kind and transport 'mesh' or 'auto'; the devices are {', '.join(kinds)} with transport "
-                f"{context.options.transport!r}. Use sync='allreduce'."
-            )
+    def open(self, context: SyncContext, state: State) -> tuple[Reduce, list[Tree]]:
         mixing = self.mixing(len(context.workers))
         log.info(
             "Decentralized: %s over %d workers, mixing every %d steps in %s.",
             mixing.name, mixing.workers, self.mix_every,
             "one all-reduce" if mixing.uniform else f"{len(mixing.rounds)} exchanges between neighbors",
         )  # fmt: skip
-        core = spread(state, context.workers)
-        return NeighborReduce(context, core, mixing, self.mix_every, self.faithful), core
+        core_w = spread(state, context.workers)
+        return NeighborReduce(context, core_w, mixing, self.mix_every, self.faithful), core_w
 
     def answer(self, state: State) -> State:
         return average(state)
 
 
+@dataclass
+class NeighborTail:
+    """What a step leaves for its report."""
+
+    values: np.ndarray  # sums over all workers: loss, weight, count, metrics
+    slots_WxS: np.ndarray
+    round: int  # of the messages between processes
+    bad_w: list[jax.Array] = field(default_factory=list)  # own updates that were not finite; empty if there were none
+    bad_W: np.ndarray | None = None  # those of all workers; None: not asked for yet
+
+
 class NeighborReduce:
-    """The reduce of decentralized SGD: two programs, with and without mixing, compiled before the first step."""
+    """The reduce of decentralized SGD: every worker runs its own programs on its own device, of whatever kind.
+
+    Its core is a list with one core per worker of this process, each with a leading axis of one. In a step, sums go to
+    the host, where those of all workers are added in their order; parameters come from neighbors; then the update runs.
+    It is compiled with and without mixing for each kind of device, before the first step.
+    """
 
     name = "neighbors"
 
-    def __init__(self, context: SyncContext, core: Tree, mixing: Mixing, every: int, faithful: bool):
+    def __init__(self, context: SyncContext, core_w: list[Tree], mixing: Mixing, every: int, faithful: bool):
         self.workers, self.layout, self.seed = context.workers, context.layout, context.seed
-        self.mixing, self.every, self.faithful = mixing, every, faithful
-        self.finish, self.update = context.rule.finish(), Update(self._moved, context.rule.undo)
+        self.mixing, self.every, self.faithful, self.undo = mixing, every, faithful, context.rule.undo
+        self.finish, self.update = context.rule.finish(), Update(self._moved)
+        self.bundles = Bundles(jax.tree.leaves(trainable(core_w[0][0])))
+        self.messages = NeighborMessages(context.workers, self.bundles.sent)
+        received_W = np.bincount([to for pairs in mixing.rounds for _, to in pairs], minlength=len(self.workers))
+        self.most = int(received_W.max())  # the most neighbors that a worker hears from in a step
+        self._begin_w: dict[bool, list[Any]] = {}
+        self._update_w: dict[bool, list[Any]] = {}
         self._zeros_w = zero_parts(self.layout, self.workers.own)
         always = every == 1 and mixing.probability_R is None
-        self.mixing_step = self._compile(core, mixes=True)
-        self.local_step = self.mixing_step if always else self._compile(core, mixes=False)
-
-    def _compile(self, core: Tree, mixes: bool) -> Any:
-        program = jax.shard_map(
-            partial(self._on_worker, mixes),
-            mesh=self.workers.mesh,
-            in_specs=(P(AXIS), P(AXIS), P(AXIS)),
-            out_specs=(P(AXIS), P()),
-            check_vma=False,
-        )
-        wide = lambda size, dtype: jax.ShapeDtypeStruct((len(self.workers), size), dtype, sharding=self.workers.sharded)
-        parts = tuple(wide(size, self.layout.dtype) for size in self.layout.sizes)
-        scalars = wide(HOST_SLOTS + 1 + len(self.mixing.rounds), np.float32)  # slots, weight, active rounds
         with expected():
-            return compile_over(program, (core, parts, scalars), self.workers.meshed, donate=self.update.donate)
+            for mixes in (True,) if always else (True, False):
+                self._compile(mixes, core_w[0])
+
+    def _compile(self, mixes: bool, core: Tree) -> None:
+        layout, sent, shape = self.layout, self.bundles.sent, jax.ShapeDtypeStruct
+        parts = tuple(shape((1, size), layout.dtype) for size in layout.sizes)
+        mixing: tuple[Any, ...] = ()
+        if mixes:
+            weights = shape((self.most,), jax.dtypes.canonicalize_dtype(np.float64))
+            mixing = (sent,) if self.mixing.uniform else ([sent] * self.most, weights)
+        own = jax.tree.leaves(trainable(core[0])) if mixes else []
+        self._begin_w[mixes] = self._on_each(self._begin, (own, parts))
+        arguments = core, parts, shape((4,), layout.dtype), mixing
+        self._update_w[mixes] = self._on_each(self._on_worker, arguments, donate=() if self.undo else (0,))
+
+    def _on_each(self, fn: Callable, arguments: tuple, donate: tuple[int, ...] = ()) -> list[Any]:
+        """The program for every own worker: compiled once per kind of device."""
+        programs: dict[jax.Device, Any] = {}
+        for kind in self.workers.own_kinds:
+            devices = [device for device in self.workers.own if device_kind(device) == kind]
+            programs.update(zip(devices, compile_for(fn, arguments, devices, donate), strict=True))
+        return [programs[device] for device in self.workers.own]
 
     # -- on a worker --
 
-    def _on_worker(self, mixes: bool, core_1: Tree, parts_1: Parts, scalars_1xS: jax.Array) -> tuple[Tree, jax.Array]:
-        core, parts, scalars = jax.tree.map(lambda x: x[0], (core_1, parts_1, scalars_1xS))
-        slots, weight, active_R = scalars[:HOST_SLOTS], scalars[HOST_SLOTS], scalars[HOST_SLOTS + 1 :]
-        layout, count = self.layout, len(self.workers)
-        sent = layout.outgoing(parts, slots, jax.lax.axis_index(AXIS), count)
-        (tail,) = sum_parts((layout.tail(sent),), self.workers)
-        trained = trainable(core[0])
-        params = self._mixed(trained, active_R) if mixes else trained
-        total = tail[1]  # global weight; tail[0] is the loss
-        moved, bad_W = self.update(
-            core,
-            (params, layout.unpack(parts), weight.astype(layout.dtype), total, tail[0] / total),
-            total,
-            level_of_all(tail, count),
-            share=self._bad_of_all,
-        )
-        return jax.tree.map(lambda x: x[None], moved), with_bad_update(tail, count, bad_W)
+    def _begin(self, leaves: list[jax.Array], parts_1: Parts) -> tuple[jax.Array, list[jax.Array]]:
+        """What the host reads of a worker's sums, with their `nonfinite_level`; and its small parameters to send."""
+        parts = tuple(part[0] for part in parts_1)
+        row = jnp.concatenate([self.layout.tail(parts), nonfinite_level(parts).astype(self.layout.dtype)[None]])
+        return row, self.bundles.concatenated(leaves) if leaves else []
 
-    def _bad_of_all(self, bad: jax.Array) -> jax.Array:
-        """Whether each worker's update was not finite, known to all: if one is, none is applied."""
-        own_W = jnp.zeros(len(self.workers), self.layout.dtype).at[jax.lax.axis_index(AXIS)].set(bad)
-        return sum_parts((own_W,), self.workers)[0] > 0
+    def _on_worker(self, core_1: Tree, parts_1: Parts, scalars: jax.Array, mixing: tuple) -> tuple[Tree, jax.Array]:
+        params_1 = self._mixed(trainable(core_1[0]), *mixing)
+        core, params, parts = jax.tree.map(lambda x: x[0], (core_1, params_1, parts_1))
+        weight, total, loss, level = scalars
+        moved, bad = self.update(core, (params, self.layout.unpack(parts), weight, total, loss), total, level)
+        return jax.tree.map(lambda x: x[None], moved), bad[None]
 
     def _moved(self, core: Tree, given: tuple[Tree, StepSums, jax.Array, jax.Array, jax.Array]) -> Tree:
         """One worker's update from its own sums. Without samples its gradient is zero; momentum and schedule continue.
@@ -178,71 +193,126 @@ class NeighborReduce:
         params, model_state, opt_state, ema = self.finish((params, *core[1:]), sums)
         return params, jax.tree.map(partial(jnp.where, has_samples), model_state, core[1]), opt_state, ema
 
-    def _mixed(self, params: Tree, active_R: jax.Array) -> Tree:
-        """Compute y = W x: by one all-reduce if all W_ij = 1/N, otherwise by one exchange per round.
+    def _mixed(self, params: Tree, came: Any = None, weight_D: jax.Array | None = None) -> Tree:
+        """Compute y = W x from what came: nothing, the mean if all W_ij = 1/N, otherwise the neighbors' parameters.
 
         y_i = x_i + sum over rounds r of weight_RxW[r, i] (x_sender(r, i) - x_i)         (see `Mixing`)
         """
-        widened = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        if self.mixing.uniform:
-            total = partial(jax.lax.psum, axis_name=AXIS)
-            return jax.tree.map(lambda x: replica_mean(x, total, count=len(self.workers)), params)
-        bundles, undo = _bundled(params)
-        mixed = wide = [widened(x) for x in bundles]
-        me = jax.lax.axis_index(AXIS)
-        for r, pairs in enumerate(self.mixing.rounds):
-
-            def exchanged(mixed: list[jax.Array], r: int = r, pairs: Any = pairs) -> list[jax.Array]:
-                weight = jnp.asarray(self.mixing.weight_RxW[r])[me]
-                received = [jax.lax.ppermute(x, AXIS, pairs) for x in bundles]
-                return [y + weight.astype(y.dtype) * (c - x) for y, c, x in zip(mixed, received, wide, strict=True)]
-
-            if self.mixing.probability_R is None:
-                mixed = exchanged(mixed)
-            else:  # the same draw on all workers: a ppermute must be entered by all or none
-                mixed = jax.lax.cond(active_R[r] > 0, exchanged, lambda mixed: mixed, mixed)
-        return undo([y.astype(x.dtype) for y, x in zip(mixed, bundles, strict=True)])
+        if came is None:
+            return params
+        leaves, tree = jax.tree.flatten(params)
+        if weight_D is None:
+            return jax.tree.unflatten(tree, self.bundles.leaves(came))
+        own = self.bundles.of(leaves)
+        mixed = wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in own]
+        for received, weight in zip(came, weight_D, strict=True):
+            mixed = [y + weight.astype(y.dtype) * (c - x) for y, c, x in zip(mixed, received, wide, strict=True)]
+        mixed = [y.astype(x.dtype) for y, x in zip(mixed, own, strict=True)]
+        return jax.tree.unflatten(tree, self.bundles.leaves(mixed))
 
     # -- on the host --
 
     def __call__(
-        self, core: Tree, parts_w: Sequence[Parts], slots_w: Sequence[list[float]], step: PlannedStep
-    ) -> tuple[Tree, jax.Array]:
-        filled_w = [parts or zeros for parts, zeros in zip(parts_w, self._zeros_w, strict=True)]
-        parts = tuple(self.workers.stack(part) for part in zip(*filled_w, strict=True))
+        self, core_w: list[Tree], parts_w: Sequence[Parts], slots_w: Sequence[list[float]], step: PlannedStep
+    ) -> tuple[list[Tree], NeighborTail]:
+        parts_w = [parts or zeros for parts, zeros in zip(parts_w, self._zeros_w, strict=True)]
         due = step.number % self.every == 0  # k % F == 0
         active_R = self.mixing.active(self.seed, step.number) & due
-        weights_W = step.plan.weights_W
-        weight_w = [1.0 if weights_W is None else float(weights_W[i]) for i in self.workers.local]
-        scalars_w = [np.array([*own, b, *active_R], np.float32) for own, b in zip(slots_w, weight_w, strict=True)]
-        run = self.mixing_step if due and (self.mixing.uniform or active_R.any()) else self.local_step
-        return run(core, parts, self.workers.from_host(scalars_w))
+        mixes = due and (self.mixing.uniform or bool(active_R.any()))
+        leaves_w = [jax.tree.leaves(trainable(core[0])) if mixes else [] for core in core_w]
+        begun = [run(leaves, parts) for run, leaves, parts in zip(self._begin_w[mixes], leaves_w, parts_w, strict=True)]
+        sent_w = [
+            [*(leaves[k] for k in self.bundles.large), *small]
+            for leaves, (_, small) in zip(leaves_w, begun, strict=True)
+            if mixes
+        ]
+        tail, given_w = self._exchange([row for row, _ in begun], slots_w, sent_w, active_R)
+        level = float(tail.slots_WxS[:, _LEVEL].sum())
+        if level >= NONFINITE or not tail.values[1] > 0:
+            return core_w, tail
+        scalars_w = self._scalars(tail.values, level, step)
+        moved_w = [
+            self._update_w[bool(given)][w](core, parts, scalars, given)
+            for w, (core, parts, scalars, given) in enumerate(zip(core_w, parts_w, scalars_w, given_w, strict=True))
+        ]
+        tail.bad_w = [bad for _, bad in moved_w]
+        if self.undo and self._bad(tail).any():  # if one is, none is applied
+            return core_w, tail
+        return [core for core, _ in moved_w], tail
 
-    def read(self, tail: jax.Array) -> StepReport:
-        return StepReport.read(self.layout, np.asarray(tail.addressable_data(0)), len(self.workers))
+    def _exchange(
+        self, row_w: list[jax.Array], slots_w: Sequence[list[float]], sent_w: list[Arrays], active_R: np.ndarray
+    ) -> tuple[NeighborTail, list[tuple]]:
+        """Add up the rows of all workers, and fetch what each own worker mixes with: the last argument of its program.
 
-    def replicas(self, core: Tree, tail: jax.Array | None) -> Replicas:
-        ready = jax.tree.leaves(core)[0] if tail is None else tail
-        return Replicas(self.workers.copies(jax.tree.leaves(core[:2])), self.workers.pieces(ready), lambda: core[:2])
+        Everything is started before anything is waited for. `sent_w` is empty in steps without mixing.
+        """
+        messages, round_ = self.messages, self.messages.begin()
+        own = dict(zip(self.workers.local, sent_w, strict=True)) if sent_w else {}
+        pairs_R = [pairs if active else () for pairs, active in zip(self.mixing.rounds, active_R, strict=True)]
+        sources_w = [self._sources(worker, pairs_R) for worker in self.workers.local] if own else []
+        copied_w = messages.copy(own, sources_w) if own else []
+        own_wxK = np.column_stack([np.stack(row_w), np.asarray(slots_w, row_w[0].dtype)])
+        messages.tell(own_wxK, ROWS, round_)
+        messages.send(own, itertools.chain(*pairs_R), round_)
+        row_WxK = messages.hear(own_wxK, ROWS, round_)
+        values = functools.reduce(np.add, row_WxK[:, : self.layout.values])  # in the order of workers
+        slots_WxS = np.zeros((len(row_WxK), len(SLOTS)), row_WxK.dtype)
+        slots_WxS[:, _LEVEL] = row_WxK[:, self.layout.values]
+        slots_WxS[:, :HOST_SLOTS] = row_WxK[:, self.layout.values + 1 :]
+        tail = NeighborTail(values, slots_WxS, round_)
+        if not sent_w:
+            return tail, [()] * len(row_w)
+        if self.mixing.uniform:
+            return tail, [(messages.mean(sent_w),)] * len(row_w)
+        remote = {sender for sources in sources_w for sender, _ in sources if sender not in own}
+        came = messages.receive(sorted(remote), round_)
+        given_w: list[tuple] = []
+        for sources, copied in zip(sources_w, copied_w, strict=True):
+            received = [came[sender] if sender in came else copied[sender] for sender, _ in sources]
+            padding = self.most - len(sources)  # the program takes as many arrays on every worker
+            weights = np.array([weight for _, weight in sources] + [0.0] * padding)
+            given_w.append(([*received, *received[:1] * padding], weights) if sources else ())
+        return tail, given_w
 
-    def state(self, core: Tree, step: int, cursor: int) -> State:
-        return replace(State.of(core, step, cursor), replicas=len(self.workers))
+    def _sources(self, worker: int, pairs_R: Sequence[Pairs]) -> Sources:
+        """The neighbors that a worker hears from, in the order of the rounds, and their weights."""
+        return [
+            (sender, float(self.mixing.weight_RxW[r, worker]))
+            for r, pairs in enumerate(pairs_R)
+            for sender, receiver in pairs
+            if receiver == worker
+        ]
 
+    def _scalars(self, values: np.ndarray, level: float, step: PlannedStep) -> list[np.ndarray]:
+        """Of each own worker: weight in the plan, total weight, mean loss, and the level of all sums."""
+        weights_W = np.ones(len(self.workers)) if step.plan.weights_W is None else step.plan.weights_W
+        total, loss = values[1], values[0] / values[1]
+        level = max(level, LARGE) if self.undo else level  # an update that may be undone is checked in full
+        return [np.array([weights_W[i], total, loss, level], self.layout.dtype) for i in self.workers.local]
 
-def _bundled(tree: Tree) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Tree]]:
-    """A few flat arrays to send instead of many leaves, and the inverse; small leaves of a dtype are concatenated."""
-    leaves, structure = jax.tree.flatten(tree)
-    groups: dict[Any, list[int]] = {}
-    for index, leaf in enumerate(leaves):
-        groups.setdefault(index if leaf.size >= _LARGE else leaf.dtype, []).append(index)
-    bundles = [jnp.concatenate([jnp.ravel(leaves[k]) for k in group]) for group in groups.values()]
+    def _bad(self, tail: NeighborTail) -> np.ndarray:
+        """Whether each worker's update was not finite. Collective: all processes know which workers were updated."""
+        if not tail.bad_w:
+            return np.zeros(len(self.workers), bool)
+        if tail.bad_W is None:
+            own_wx1 = np.array([np.asarray(bad) for bad in tail.bad_w])
+            self.messages.tell(own_wx1, FLAGS, tail.round)
+            tail.bad_W = self.messages.hear(own_wx1, FLAGS, tail.round)[:, 0]
+        return tail.bad_W
 
-    def undo(bundles: list[jax.Array]) -> Tree:
-        found: list[Any] = [None] * len(leaves)
-        for bundle, group in zip(bundles, groups.values(), strict=True):
-            cuts = np.cumsum([leaves[k].size for k in group])[:-1]
-            for k, part in zip(group, jnp.split(bundle, cuts), strict=True):
-                found[k] = part.reshape(leaves[k].shape)
-        return jax.tree.unflatten(structure, found)
+    def read(self, tail: NeighborTail) -> StepReport:
+        tail.slots_WxS[:, _BAD] = self._bad(tail)
+        vector = np.concatenate([tail.values, tail.slots_WxS.ravel()])
+        return StepReport.read(self.layout, vector, len(self.workers))
 
-    return bundles, undo
+    def replicas(self, core_w: list[Tree], tail: NeighborTail | None) -> Replicas:
+        leaves_w = [jax.tree.leaves(core[:2]) for core in core_w]
+        ready_w = [leaves[0] for leaves in leaves_w] if tail is None or not tail.bad_w else tail.bad_w
+        stack = lambda *pieces: self.workers.stack(pieces)
+        return Replicas(leaves_w, ready_w, lambda: jax.tree.map(stack, *(core[:2] for core in core_w)))
+
+    def state(self, core_w: list[Tree], step: int, cursor: int) -> State:
+        first, count = self.workers.local[0], len(self.workers)
+        core = jax.tree.map(lambda *pieces: stacked(pieces, first, count), *core_w)
+        return replace(State.of(core, step, cursor), replicas=count)

@@ -3,72 +3,92 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from hetjax.devices.compile import expected
-from hetjax.devices.workers import Workers
+from hetjax import processes
+from hetjax.devices.workers import AXIS, Workers
+from hetjax.fleet.slice_exchange import SliceExchange
 from hetjax.reduce.trainable import trained_core, with_trained_core
-from hetjax.state import State
+from hetjax.state import ReplicaStack, State
 
 Tree = Any
 
 
-def replica_mean(
-    x: jax.Array, total: Callable[[jax.Array], jax.Array], *, count: int = 1, share: Any = None
-) -> jax.Array:
-    """The mean of one array over replicas, summed in at least float32.
+def wide_sum(parts: Sequence[np.ndarray], share_N: Sequence[float] | None = None) -> np.ndarray:
+    """Sum_j share_j x_j over arrays of one dtype, in their order and in at least float32; integers in float64."""
+    dtype = parts[0].dtype
+    wide = jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.inexact) else np.dtype(np.float64)
+    total = None
+    for j, part in enumerate(parts):
+        term = part.astype(wide, copy=False)
+        term = term if share_N is None else term * wide.type(share_N[j])
+        if total is None:
+            total = np.array(term) if share_N is None else term
+        else:
+            total += term
+    assert total is not None
+    return total
 
-        sum_j x_j / count        or        sum_j share_j x_j,   with sum_j share_j = 1
 
-    An integer leaf, a step counter, is rounded to the nearest integer. The result has the dtype of x.
+def narrowed(mean: np.ndarray, dtype: Any) -> np.ndarray:
+    """A mean in the dtype of its terms: integers, step counters, are rounded to the nearest."""
+    return (mean if jnp.issubdtype(dtype, jnp.inexact) else np.round(mean)).astype(dtype, copy=False)
+
+
+def replica(x: Any, index: int) -> Any:
+    """The part [1, ...] of a stacked array, of a replica of this process."""
+    if isinstance(x, ReplicaStack):
+        return x.pieces[index - x.first]
+    return x[index : index + 1] if _is_key(x) else np.asarray(x)[index : index + 1]
+
+
+def stacked(pieces: Sequence[Any], first: int, count: int) -> Any:
+    """One array [count, ...] of replicas: a JAX array if one program can span them, else a `ReplicaStack`.
 
     Args:
-        x: the replica on this device, or all of them stacked.
-        total: the sum over replicas: `psum` over a named axis, or a sum over the stacked axis.
-        count: the number of replicas, for the plain mean.
-        share: weights that broadcast against x, for the weighted mean; those of a floating x are cast to the dtype of
-            the sum.
+        pieces: the replicas of this process, each [1, ...] on its device.
+        first: index of the first of them.
+        count: number of replicas of all processes.
     """
-    real = jnp.issubdtype(x.dtype, jnp.floating)
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    if share is None:
-        mean = total(x.astype(wide)) / count
-    else:
-        mean = total(x.astype(wide) * (share.astype(wide) if real else share))
-    return (mean if real else jnp.round(mean)).astype(x.dtype)
+    devices = tuple(device for piece in pieces for device in piece.devices())
+    if len(pieces) < count or any(device.client is not devices[0].client for device in devices):
+        return ReplicaStack(pieces, first, count)
+    return jax.make_array_from_single_device_arrays((count, *pieces[0].shape[1:]), _over(devices), list(pieces))
 
 
-def spread(state: State, workers: Workers) -> Tree:
-    """The core stacked as [workers, ...] in fresh buffers, each worker's replica on its device.
+@functools.cache
+def _over(devices: tuple[jax.Device, ...]) -> NamedSharding:
+    return NamedSharding(Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,)), PartitionSpec(AXIS))
+
+
+def spread(state: State, workers: Workers) -> list[Tree]:
+    """The core of each worker of this process, with a leading axis of one, in fresh buffers on its device.
 
     A state with one replica per worker is kept; from any other state all workers start at the mean.
     """
     if int(state.replicas) == len(workers):
-        placed = jax.tree.map(lambda x: _stacked(x, workers), state.core)
-        make = functools.partial(jax.tree.map, jnp.copy)
+        of = lambda i: jax.tree.map(lambda x: replica(x, i), state.core)
     else:
-        placed = workers.replicate(average(state).core)
-        make = functools.partial(jax.tree.map, lambda x: jnp.broadcast_to(x[None], (len(workers), *x.shape)))
-    with expected():
-        return jax.jit(make, out_shardings=workers.sharded)(placed)
-
-
-def _stacked(x: Any, workers: Workers) -> jax.Array:
-    if isinstance(x, jax.Array) and (x.sharding == workers.sharded or workers.spanning is None):
-        return jax.device_put(x, workers.sharded)
-    x = np.asarray(x)
-    return jax.make_array_from_callback(x.shape, workers.sharded, lambda index: x[index])
+        core = average(state).core
+        of = lambda _: jax.tree.map(lambda x: jnp.asarray(x)[None], core)
+    return [
+        jax.device_put(of(i), device, may_alias=False) for i, device in zip(workers.local, workers.own, strict=True)
+    ]
 
 
 def average(state: State, weight_N: np.ndarray | None = None) -> State:
-    """The state with one set of parameters: the mean over replicas of every floating leaf (`replica_mean`).
+    """The state with one set of parameters: the mean over replicas of every floating leaf, summed in at least float32.
+
+        sum_j x_j / N        or        sum_j share_j x_j,   with sum_j share_j = 1
+
+    Collective if the replicas are those of several processes; all of them get the same bits.
 
     Args:
         state: returned unchanged if it has no replicas.
@@ -78,29 +98,41 @@ def average(state: State, weight_N: np.ndarray | None = None) -> State:
     """
     if not state.replicas:
         return state
-    first = jax.tree.leaves(state.core)[0]
-    on_mesh = isinstance(first, jax.Array) and isinstance(first.sharding, NamedSharding)
-    with expected():
-        mean = _compiled_mean(NamedSharding(first.sharding.mesh, PartitionSpec()) if on_mesh else None)
-        core = mean(state.core, None if weight_N is None else weight_N / weight_N.sum())
+    count = int(state.replicas)
+    share_N = None if weight_N is None else np.asarray(weight_N, np.float64) / np.sum(weight_N)
+    first = jax.tree.map(_first, state.core)  # parameters that are not trained are the same in all replicas
+    leaves, tree = jax.tree.flatten(trained_core(state.core))
+    averaged = [k for k, x in enumerate(leaves) if _is_averaged(x.dtype, share_N is not None)]
+    sums = _sums([leaves[k] for k in averaged], share_N)
+    mean = jax.tree.leaves(trained_core(first))
+    for k, total in zip(averaged, sums, strict=True):
+        mean[k] = jnp.asarray(narrowed(total if share_N is not None else total / count, leaves[k].dtype))
+    core = with_trained_core(first, jax.tree.unflatten(tree, mean))
     return replace(State.of(core, state.step, state.cursor), replicas=0)
 
 
-@functools.cache
-def _compiled_mean(sharding: NamedSharding | None) -> Any:
-    total = functools.partial(jnp.sum, axis=0)
+def _is_averaged(dtype: Any, counters: bool) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.inexact) or (counters and jnp.issubdtype(dtype, jnp.signedinteger)))
 
-    def leaf_mean(x: jax.Array, share_N: jax.Array | None) -> jax.Array:
-        real, counter = (jnp.issubdtype(x.dtype, kind) for kind in (jnp.floating, jnp.signedinteger))
-        if not real and (share_N is None or not counter):
-            return x[0]
-        if share_N is None:
-            return replica_mean(x, total, count=len(x))
-        share_N = share_N.astype(jnp.promote_types(x.dtype, jnp.float32))
-        return replica_mean(x, total, share=share_N.reshape(-1, *(1,) * (x.ndim - 1)))
 
-    def core_mean(core: Tree, share_N: jax.Array | None) -> Tree:
-        first = jax.tree.map(lambda x: x[0], core)  # parameters that are not trained are the same in all replicas
-        return with_trained_core(first, jax.tree.map(lambda x: leaf_mean(x, share_N), trained_core(core)))
+def _first(x: Any) -> jax.Array:
+    """The first replica in this process."""
+    return jnp.asarray(replica(x, x.first if isinstance(x, ReplicaStack) else 0)[0])
 
-    return jax.jit(core_mean, out_shardings=sharding)
+
+def _sums(leaves: Sequence[Any], share_N: np.ndarray | None) -> list[np.ndarray]:
+    """The sums over all replicas, of all processes."""
+    sums = []
+    for x in leaves:
+        start, own = (x.first, x.own()) if isinstance(x, ReplicaStack) else (0, np.asarray(x))
+        sums.append(wide_sum(list(own), None if share_N is None else share_N[start : start + len(own)].tolist()))
+    if all(getattr(x, "is_fully_addressable", True) for x in leaves):
+        return sums
+    link = processes.link()
+    assert link is not None
+    added, _ = SliceExchange(link)([x.reshape(-1) for x in sums], lambda _, part_P, notes: wide_sum(part_P))
+    return [total.reshape(x.shape) for total, x in zip(added, sums, strict=True)]
+
+
+def _is_key(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

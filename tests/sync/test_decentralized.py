@@ -1,7 +1,5 @@
 """Decentralized SGD against the recursion in NumPy, its communication, and resumed runs."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +20,7 @@ from hetjax.sampling.order import Sampler, Span
 from hetjax.state import State
 from hetjax.sync import AllReduce, Decentralized
 from hetjax.sync.base import SyncContext, UpdateRule
+from hetjax.sync.neighbors import NeighborMessages
 from hetjax.sync.topology import complete, matcha, ring
 
 SAMPLES, BATCH, SIZE = 60, 20, 3
@@ -207,29 +206,41 @@ def test_complete_mixing_converges_to_the_solution_of_allreduce(counts, faithful
         assert np.abs(reduced - expected).max() > 0.3  # the published method converges elsewhere
 
 
-def collectives(program):
-    """(operation, elements) of all communication in a compiled program."""
-    found = re.findall(r"= (.*?) (all-reduce|all-gather|all-to-all|collective-permute)(?:-start)?\(", program.as_text())
-    size = lambda shape: int(np.prod([int(n) for n in shape.split(",") if n]))
-    return [(name, sum(size(shape) for shape in re.findall(r"\w+\[([\d,]*)\]", result))) for result, name in found]
-
-
-def test_only_neighbors_exchange_parameters_and_only_in_mixing_steps():
+def exchanged(monkeypatch, sync, workers, steps):
+    """Of each step: what parameters move, as {(sender, receiver): elements}, and the elements of all means."""
     params = {"large": jnp.zeros((200, 100)), "small": jnp.zeros(7), "one": jnp.zeros(())}
-    size, few = 20008, 100
-    reduce, _ = opened(Decentralized("ring", 2), 8, params, optax.adam(0.1))
-    mixing, local = collectives(reduce.mixing_step), collectives(reduce.local_step)
-    assert sum(n for name, n in mixing if name == "collective-permute") == 2 * size
-    assert {name for name, _ in mixing} == {"collective-permute", "all-reduce"}
-    assert sum(n for name, n in mixing if name == "all-reduce") < few
-    assert {name for name, _ in local} == {"all-reduce"}
-    assert sum(n for _, n in local) < few
-    uniform, _ = opened(Decentralized("complete"), 8, params, optax.sgd(0.1))
-    assert {name for name, _ in collectives(uniform.mixing_step)} == {"all-reduce"}
-    assert sum(n for _, n in collectives(uniform.mixing_step)) >= size
-    drawn, _ = opened(Decentralized("ring", matcha_budget=0.5), 8, params, optax.sgd(0.1))
-    assert "conditional" in drawn.mixing_step.as_text()
-    assert {name for name, _ in collectives(drawn.local_step)} == {"all-reduce"}
+    reduce, layout = opened(sync, workers, params, optax.adam(0.1))
+    moved, mean = [], NeighborMessages.mean
+    size = lambda arrays: sum(x.size for x in arrays)
+
+    def copy(messages, own, sources_w):
+        pairs = [(sender, i) for i, sources in enumerate(sources_w) for sender, _ in sources]
+        moved[-1][0].update({(sender, i): size(own[sender]) for sender, i in pairs})
+        return copied(messages, own, sources_w)
+
+    def averaged(messages, own):
+        moved[-1][1].append(size(own[0]))
+        return mean(messages, own)
+
+    copied = NeighborMessages.copy
+    monkeypatch.setattr(NeighborMessages, "copy", copy)
+    monkeypatch.setattr(NeighborMessages, "mean", averaged)
+    for _ in range(steps):
+        moved.append(({}, []))
+        step(reduce, layout, [params] * workers, [1] * workers)
+    monkeypatch.undo()
+    return moved
+
+
+def test_only_neighbors_exchange_parameters_and_only_in_mixing_steps(monkeypatch):
+    size, on_ring = 20008, {(i, (i + d) % 8) for i in range(8) for d in (1, -1)}
+    mixing, local, again = exchanged(monkeypatch, Decentralized("ring", 2), 8, 3)
+    assert mixing == again == (dict.fromkeys(on_ring, size), [])
+    assert local == ({}, [])
+    assert exchanged(monkeypatch, Decentralized("complete"), 8, 1) == [({}, [size])]
+    drawn = exchanged(monkeypatch, Decentralized("ring", matcha_budget=0.5), 8, 6)
+    assert all(set(moved) <= on_ring for moved, _ in drawn)
+    assert len({len(moved) for moved, _ in drawn}) > 1  # only the links that were drawn
 
 
 def test_a_worker_without_samples_only_mixes():
@@ -237,7 +248,7 @@ def test_a_worker_without_samples_only_mixes():
     state = State({"x": jnp.array([[1.0], [4.0], [7.0]])}, None, optax.sgd(0.1).init({}), None, 0, 0, 3)
     reduce, layout = opened(Decentralized("complete"), 3, {"x": jnp.zeros(1)}, optax.sgd(0.1), state)
     step(reduce, layout, [{"x": np.full(1, 2.0)}, {"x": np.full(1, 8.0)}, {"x": np.zeros(1)}], [2, 4, 0])
-    np.testing.assert_allclose(np.asarray(reduce.core[0]["x"]).ravel(), [3.9, 3.6, 4.0], rtol=1e-6)
+    np.testing.assert_allclose(np.asarray(reduce.state(0, 0).params["x"]).ravel(), [3.9, 3.6, 4.0], rtol=1e-6)
     assert reduce.report().count == 6
 
 
@@ -246,7 +257,7 @@ def test_no_worker_is_updated_if_a_gradient_is_not_finite():
     reduce, layout = opened(Decentralized("complete"), 3, {"x": jnp.zeros(1)}, optax.sgd(0.1), state)
     step(reduce, layout, [{"x": np.ones(1)}, {"x": np.full(1, np.nan)}, {"x": np.ones(1)}], [2, 2, 2])
     assert reduce.report().nonfinite_W.tolist() == [False, True, False]
-    np.testing.assert_array_equal(np.asarray(reduce.core[0]["x"]).ravel(), [1, 4, 7])
+    np.testing.assert_array_equal(np.asarray(reduce.state(0, 0).params["x"]).ravel(), [1, 4, 7])
 
 
 def test_the_answer_averages_floats_and_keeps_counters():
@@ -345,8 +356,3 @@ def test_a_nonfinite_loss_names_the_worker():
 def test_invalid_options_are_rejected(options, message):
     with pytest.raises((ValueError, TypeError), match=message):
         Decentralized(**options)
-
-
-def test_the_hub_transport_is_rejected():
-    with pytest.raises(ValueError, match="sync='allreduce'"):
-        trained(quadratic(dtype=np.float32), Decentralized(), 2, 1, Counts([10, 10]), transport="host")

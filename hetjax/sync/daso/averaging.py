@@ -1,91 +1,63 @@
 """Sums and weighted means over nodes, and how a stale mean is blended into parameters that have moved on.
 
-The reductions are written for a named axis `node`: of processes, or of a stacked array on one device (`vmap`).
+Nodes agree by way of their hosts, so the reductions are NumPy: computed once per number, in node order, and therefore
+identical on nodes of any kind.
 """
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
 
-from hetjax.sync.replicas import replica_mean
+from hetjax.sync.replicas import narrowed, wide_sum
 
-NODE = "node"
-Leaves = list[jax.Array]
-
-
-def total(leaves: Leaves) -> Leaves:
-    """The sum over nodes."""
-    return jax.lax.psum(leaves, NODE)
+Leaves = list[Any]  # arrays with a leading axis of one, on a device or on the host
+KINDS = ("total", "mean", "compressed")  # a sum, a weighted mean, and one with 16 bits per number on the wire
 
 
-def mean(leaves: Leaves, weight: jax.Array) -> Leaves:
-    """The weighted mean over nodes (`replica_mean`).
+def outgoing(kind: str, leaves: Leaves, base: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """What a node sends: its leaves, or one vector of differences to `base`, the last mean, which all nodes have.
 
-        sum_j w_j x_j,   w_j = b_j / sum_i b_i
+    The 8 bits of precision of a bfloat16 are thus those of a small change, never those of the parameters.
+    """
+    own = [np.asarray(leaf).reshape(-1) for leaf in leaves]
+    if kind != "compressed":
+        return own
+    change = [(x - y.reshape(-1)).astype(np.float32, copy=False) for x, y in zip(own, base, strict=True)]
+    return [np.concatenate(change).astype(ml_dtypes.bfloat16)]
+
+
+def combine(kind: str, part_N: Sequence[np.ndarray], weight_N: np.ndarray) -> np.ndarray:
+    """The reduction over nodes of one part of what they sent.
+
+        total        sum_j x_j
+        mean         sum_j w_j x_j,   w_j = b_j / sum_i b_i
+        compressed   bf16(sum_j w_j x_j),   x_j = bf16(own - base)
 
     b_j are the samples of node j in ONE step. A node that takes more steps than others has already moved more often:
     weights by the samples since the last exchange would count that twice.
     """
-    share = weight / jax.lax.psum(weight, NODE)
-    over_nodes = functools.partial(jax.lax.psum, axis_name=NODE)
-    return [replica_mean(x, over_nodes, share=share) for x in leaves]
+    if kind == "total":
+        return narrowed(wide_sum(part_N), part_N[0].dtype)
+    return narrowed(wide_sum(part_N, weight_N / weight_N.sum()), part_N[0].dtype)
 
 
-def compressed_mean(leaves: Leaves, weight: jax.Array, base: Leaves, nodes: int) -> Leaves:
-    """The weighted mean of floats, sent as bfloat16 differences to `base`, the last mean, which all nodes have.
-
-        base + bf16(sum_j w_j bf16(x_j - base))
-
-    The 8 bits of precision are thus those of a small change, never those of the parameters. Each node adds up one part
-    of the vector in full precision and distributes it: 2 (P - 1) / P times the vector in 16 bits, as in the best
-    all-reduce over P nodes.
-    """
-    share_N = jax.lax.all_gather(weight, NODE)
-    share_N = share_N / share_N.sum()
-    change = _flat([x - y for x, y in zip(leaves, base, strict=True)])
-    padded = jnp.pad(change, (0, -len(change) % nodes)).reshape(nodes, -1)
-    received_NxC = jax.lax.all_to_all(_bfloat16_bits(padded), NODE, split_axis=0, concat_axis=0)
-    # Three times as fast as a `sum` over the axis.
-    part_C = functools.reduce(jnp.add, [share_N[j] * _from_bfloat16_bits(received_NxC[j]) for j in range(nodes)])
-    mean_change = _from_bfloat16_bits(jax.lax.all_gather(_bfloat16_bits(part_C), NODE, tiled=True))[: len(change)]
-    return [y + step for y, step in zip(base, _like(mean_change, base), strict=True)]
-
-
-def gathered(message: jax.Array) -> jax.Array:
-    """The messages of all nodes, in node order."""
-    return jax.lax.all_gather(message, NODE)
+def incoming(kind: str, reduced: Sequence[np.ndarray], shapes: Leaves, base: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The result for leaves of these shapes: what came, or `base` + the mean change."""
+    if kind != "compressed":
+        return [part.reshape(x.shape) for part, x in zip(reduced, shapes, strict=True)]
+    changes = np.split(reduced[0].astype(np.float32), np.cumsum([x.size for x in shapes])[:-1])
+    return [y + change.reshape(y.shape).astype(y.dtype) for y, change in zip(base, changes, strict=True)]
 
 
 def bytes_sent(kind: str, leaves: list[Any], nodes: int) -> int:
-    """The bytes that one node sends for a reduction of these leaves over a ring; `kind` as in `exchange.KINDS`."""
+    """The bytes that one node sends for a reduction of these leaves: slices to their owners, and its own to all."""
     width = lambda x: 2 if kind == "compressed" else jnp.dtype(x.dtype).itemsize
     return 2 * (nodes - 1) * sum(x.size * width(x) for x in leaves) // nodes
-
-
-def _bfloat16_bits(x: jax.Array) -> jax.Array:
-    """Rounded to bfloat16, as uint16: XLA's CPU collectives would widen a 16-bit float again."""
-    return jax.lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
-
-
-def _from_bfloat16_bits(x: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(x, jnp.bfloat16).astype(jnp.float32)
-
-
-def _flat(leaves: Leaves) -> jax.Array:
-    return jnp.concatenate([jnp.ravel(x).astype(jnp.float32) for x in leaves])
-
-
-def _like(flat: jax.Array, leaves: Leaves) -> Leaves:
-    """A flat vector cut into arrays of the shapes and dtypes of `leaves`."""
-    parts, at = [], 0
-    for x in leaves:
-        parts.append(flat[at : at + x.size].reshape(x.shape).astype(x.dtype))
-        at += x.size
-    return parts
 
 
 BLENDS = ("paper", "delta")

@@ -22,10 +22,10 @@ from hetjax.sync.base import Sync, SyncContext
 from hetjax.sync.daso.across import CrossProcessExchange
 from hetjax.sync.daso.averaging import BLENDS
 from hetjax.sync.daso.exchange import Exchange, InProcessExchange, NodeMessage, from_words
-from hetjax.sync.daso.node import Node, NodeLayout, across_processes, in_one_process, own_devices
+from hetjax.sync.daso.node import Node, NodeLayout, across_processes, in_one_process
 from hetjax.sync.daso.reduce import DasoConfig, DasoReduce
 from hetjax.sync.daso.schedule import DasoSchedule
-from hetjax.sync.replicas import average
+from hetjax.sync.replicas import average, replica
 
 log = logging.getLogger("hetjax")
 Tree = Any
@@ -134,8 +134,8 @@ class Daso(Sync):
             context.layout,
             context.samples,
             nodes,
-            layout.leads,
-            self._exchange(layout, nodes[0], core_n[0]),
+            layout.local[0],
+            self._exchange(layout),
             self.schedule,
             self.config,
             self.sharing,
@@ -145,9 +145,7 @@ class Daso(Sync):
 
     def answer(self, state: State) -> State:
         """The mean over nodes, weighted as in their exchanges. Collective, unless the state has one set already."""
-        mean = average(state, self._batches(state))
-        local = lambda x: x.addressable_data(0) if isinstance(x, jax.Array) and not x.is_fully_addressable else x
-        return jax.tree.map(local, mean)
+        return average(state, self._batches(state))
 
     def state_dict(self) -> dict[str, Any]:
         shared = self._saved_sharing if self.sharing is None else self.sharing.state_dict()
@@ -164,7 +162,7 @@ class Daso(Sync):
         return processes.count() > 1
 
     def workers(self, devices: Sequence[jax.Device] | None) -> Workers:
-        return Workers.of(devices if processes.count() == 1 else own_devices(devices))
+        return Workers.of(devices) if processes.count() == 1 else Workers.alone(devices)
 
     def sampler(self, order: Any, quantum: int) -> Any:
         nodes = processes.count()
@@ -191,13 +189,13 @@ class Daso(Sync):
         if words is None or self.config.faithful:
             return None
         batch = lambda row: NodeMessage.of(from_words(np.asarray(row))).batch
-        remote = isinstance(words, jax.Array) and not words.is_fully_addressable
-        batch_N = np.array(
-            processes.gather(batch(_piece(words, 0)[0])) if remote else [batch(row) for row in np.asarray(words)]
-        )
+        if getattr(words, "is_fully_addressable", True):
+            batch_N = np.array([batch(row) for row in np.asarray(words)])
+        else:
+            batch_N = np.array(processes.gather(batch(words.addressable_data(0)[0])))
         return batch_N if batch_N.sum() > 0 else None
 
-    # -- context up --
+    # -- setting up --
 
     def _set_schedule(self, context: SyncContext, state: State) -> None:
         """Set the schedule of the run, with epochs counted from the start of training.
@@ -223,28 +221,23 @@ class Daso(Sync):
             schedule.begin_at(epoch, position // context.batch)
         self.schedule = schedule
 
-    def _exchange(self, layout: NodeLayout, node: Node, core: Tree) -> Exchange:
-        """The exchange between these nodes, compiled for all that they will send."""
+    def _exchange(self, layout: NodeLayout) -> Exchange:
         if self.reduce is not None:
             self.reduce.exchange.close()
-        exchange: Exchange
-        if len(layout.workers) < layout.nodes:
-            exchange = CrossProcessExchange(layout.carriers, self.wait_limit, self.link)
-        else:
-            exchange = InProcessExchange(layout.leads)
-        for kind, shapes in node.exchange_shapes(core, self.config.wire == "bfloat16"):
-            exchange.prepare(kind, shapes)
-        return exchange
+        if len(layout.workers) == layout.nodes:
+            return InProcessExchange(layout.nodes)
+        link = processes.link()
+        assert link is not None
+        return CrossProcessExchange(link, self.wait_limit, self.link)
 
     def _resume(self, reduce: DasoReduce, state: State, layout: NodeLayout) -> None:
         """Restore the exchanges of the state: the last mean, the nodes' messages, and the pending exchange."""
         more = state.more or {}
         if self.schedule.skip > 0 or self.config.faithful:
             first = lambda: jax.tree.leaves(trainable(self.answer(state).params))
-            mean = more.get("mean") or [jnp.asarray(x)[None] for x in first()]
-            reduce.rebase(mean)
+            reduce.rebase(more.get("mean") or [np.asarray(x)[None] for x in first()])
         if more:
-            pieces = lambda x: [_piece(x, j) for j in layout.local]
+            pieces = lambda x: [replica(x, j) for j in layout.local]
             rows = lambda x: [np.asarray(row)[0] for row in pieces(x)]
             if "sent" in more:
                 sent_n = [list(x) for x in zip(*map(pieces, more["sent"]), strict=True)]
@@ -265,12 +258,5 @@ class Daso(Sync):
     def _core(self, state: State, node: int) -> Tree:
         """The core of one node, with a leading axis of one."""
         if int(state.replicas):
-            return jax.tree.map(lambda x: _piece(x, node), state.core)
+            return jax.tree.map(lambda x: replica(x, node), state.core)
         return jax.tree.map(lambda x: jnp.asarray(x)[None], state.core)
-
-
-def _piece(x: Any, node: int) -> Any:
-    """A node's part [1, ...] of a stacked array; of an array over several processes, the local part."""
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        return x.addressable_data(0)
-    return np.asarray(x)[node : node + 1]

@@ -8,17 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from functools import partial
 from typing import Any, Protocol
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from hetjax.devices.compile import expected
-from hetjax.sync.daso.averaging import NODE, Leaves, bytes_sent, compressed_mean, mean, total
-
-KINDS = ("total", "mean", "compressed")  # a sum, a weighted mean, and one with 16 bits per number on the wire
+from hetjax.sync.daso.averaging import Leaves, bytes_sent, combine, incoming, outgoing
 
 
 @dataclass
@@ -83,16 +77,11 @@ def from_words(words: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(words, np.uint32).view(np.float64)
 
 
-def weight_type() -> Any:
-    """The widest float that JAX currently allows."""
-    return jax.dtypes.canonicalize_dtype(np.float64)
-
-
 @dataclass(frozen=True)
 class ExchangeResult:
     """The result of an exchange, identical for all nodes, and the messages of all nodes."""
 
-    leaves: Leaves  # with a leading axis of one
+    leaves: list[np.ndarray]  # with a leading axis of one; never written to again
     message_NxK: np.ndarray
     seconds: float = 0.0  # from start to arrival
     bytes: int = 0  # sent by one node
@@ -116,10 +105,6 @@ class Exchange(Protocol):
 
     nodes: int  # of all processes
 
-    def prepare(self, kind: str, shapes: Leaves) -> None:
-        """Compile for leaves of these shapes, before the first step. Collective: all processes have to call this."""
-        ...
-
     def rebase(self, leaves: Leaves) -> None:
         """Set the mean to which 'compressed' exchanges send differences. No exchange may be pending."""
         ...
@@ -138,58 +123,43 @@ class Exchange(Protocol):
         ...
 
 
-def reduce_over_nodes(kind: str, nodes: int, leaves: Leaves, weight: jax.Array, base: Leaves) -> Leaves:
-    """The reduction of this kind, as one node computes it on the axis of nodes."""
-    if kind == "total":
-        return total(leaves)
-    if kind == "mean":
-        return mean(leaves, weight)
-    return compressed_mean(leaves, weight, base, nodes)
-
-
 class InProcessExchange:
-    """Exchanges between nodes of one process: the reductions of several processes, over an axis of a stacked array."""
+    """Exchanges between nodes of one process: the reductions of several processes, over what each node would send."""
 
-    def __init__(self, leads: Sequence[jax.Device]):
-        """leads: the first worker of each node."""
-        self.nodes, self.hub = len(leads), leads[0]
-        self._base: Leaves = []
-        self._programs = {kind: jax.jit(partial(_over_stack, kind, self.nodes)) for kind in KINDS}
-
-    def prepare(self, kind: str, shapes: Leaves) -> None:
-        zeros = [jnp.zeros(x.shape, x.dtype) for x in shapes]
-        self.rebase(zeros)
-        self.start(kind, [zeros] * self.nodes, [1.0] * self.nodes, np.zeros((self.nodes, 1)))
+    def __init__(self, nodes: int):
+        self.nodes = nodes
+        self._base: list[np.ndarray] = []
 
     def rebase(self, leaves: Leaves) -> None:
-        self._base = jax.device_put(leaves, self.hub)
+        self._base = [np.asarray(leaf) for leaf in leaves]
 
     def start(
         self, kind: str, leaves_n: Sequence[Leaves], weight_n: Sequence[float], message_nxK: np.ndarray
     ) -> PendingExchange:
-        on_hub_n = [jax.device_put(leaves, self.hub) for leaves in leaves_n]
-        weight_N = jax.device_put(np.asarray(weight_n, weight_type()), self.hub)
-        with expected():
-            reduced = self._programs[kind](on_hub_n, weight_N, self._base if kind == "compressed" else [])
+        return _DeferredExchange(self, kind, leaves_n, np.asarray(weight_n, np.float64), np.asarray(message_nxK))
+
+    def run(
+        self, kind: str, leaves_n: Sequence[Leaves], weight_N: np.ndarray, message_NxK: np.ndarray
+    ) -> ExchangeResult:
+        """Reduce now; waits for the leaves."""
+        sent_n = [outgoing(kind, leaves, self._base) for leaves in leaves_n]
+        reduced = [combine(kind, part_N, weight_N) for part_N in zip(*sent_n, strict=True)]
+        result = incoming(kind, reduced, leaves_n[0], self._base)
         if kind == "compressed":
-            self._base = reduced
-        size = bytes_sent(kind, leaves_n[0], self.nodes)
-        return _CompletedExchange(ExchangeResult(reduced, np.asarray(message_nxK), bytes=size))
+            self._base = result
+        return ExchangeResult(result, message_NxK, bytes=bytes_sent(kind, leaves_n[0], self.nodes))
 
     def close(self) -> None:
         """Nothing to release."""
 
 
-@dataclass(frozen=True)
-class _CompletedExchange:
-    completed: ExchangeResult
-    done: bool = True
+class _DeferredExchange:
+    """Runs when it is received, so that starting it does not wait for the devices."""
+
+    done = True
+
+    def __init__(self, exchange: InProcessExchange, *arguments: Any):
+        self._exchange, self._arguments = exchange, arguments
 
     def result(self) -> ExchangeResult:
-        return self.completed
-
-
-def _over_stack(kind: str, nodes: int, leaves_n: list[Leaves], weight_N: jax.Array, base: Leaves) -> Leaves:
-    stacked = [jnp.stack(parts) for parts in zip(*leaves_n, strict=True)]
-    over_nodes = jax.vmap(partial(reduce_over_nodes, kind, nodes), in_axes=(0, 0, None), axis_name=NODE)
-    return [x[0] for x in over_nodes(stacked, weight_N, base)]
+        return self._exchange.run(*self._arguments)

@@ -1,6 +1,6 @@
-"""One node: workers that share one set of parameters and sum their gradients in every step; and which devices form it.
+"""One node: workers that share one set of parameters and sum their gradients in every step; and which workers form it.
 
-All arrays of a node have a leading axis of one, so that those of all nodes form stacked arrays without a copy.
+All arrays of a node have a leading axis of one, so that those of all nodes can be stacked without a copy.
 """
 
 from __future__ import annotations
@@ -30,13 +30,11 @@ Scalars = tuple[jax.Array, jax.Array, jax.Array]
 
 @dataclass(frozen=True)
 class NodeLayout:
-    """Which devices form the nodes, and which ones carry the exchanges between them."""
+    """Which workers form the nodes."""
 
     nodes: int  # of all processes
     local: tuple[int, ...]  # the nodes of this process
     workers: list[Workers]  # of each local node
-    leads: list[jax.Device]  # the first worker of every node, of all processes
-    carriers: list[jax.Device]  # the device of every process for exchanges; empty within one process
 
 
 def in_one_process(workers: Workers, nodes: int | Sequence[int] | None) -> NodeLayout:
@@ -62,37 +60,12 @@ def in_one_process(workers: Workers, nodes: int | Sequence[int] | None) -> NodeL
             raise ValueError(f"nodes is {sizes}: expected at least 1 worker per node, and {count} workers in total.")
     ends = np.cumsum(sizes)
     groups = [workers.part(end - size, end) for end, size in zip(ends, sizes, strict=True)]
-    return NodeLayout(len(sizes), tuple(range(len(sizes))), groups, [group.own[0] for group in groups], [])
+    return NodeLayout(len(sizes), tuple(range(len(sizes))), groups)
 
 
 def across_processes(workers: Workers) -> NodeLayout:
-    """Every process is a node. Collective: all processes have to call this.
-
-    Raises:
-        ValueError: If a process has no CPU device left for exchanges.
-    """
-    rows = processes.gather([workers.own[0].platform, workers.own[0].id, carrier().id, carrier() in workers.own])
-    if busy := [process for process, (*_, computes) in enumerate(rows) if computes]:
-        raise ValueError(
-            f"The last CPU device of a process carries the exchanges between nodes, but in process "
-            f"{', '.join(map(str, busy))} it is a worker too. Start every process with one CPU device more than "
-            "workers: JAX_NUM_CPU_DEVICES=2 for one worker."
-        )
-    device = lambda platform, number: next(d for d in jax.devices(platform) if d.id == number)
-    leads = [device(platform, number) for platform, number, *_ in rows]
-    carriers = [device("cpu", number) for _, _, number, _ in rows]
-    return NodeLayout(len(rows), (jax.process_index(),), [workers], leads, carriers)
-
-
-def carrier() -> jax.Device:
-    """The device of this process that carries exchanges: its last CPU device."""
-    return jax.local_devices(backend="cpu")[-1]
-
-
-def own_devices(devices: Sequence[jax.Device] | None) -> list[jax.Device]:
-    """The devices that this process trains on, out of these (default: all): its own, the carrier only if alone."""
-    own = [d for d in (jax.devices() if devices is None else devices) if d.process_index == jax.process_index()]
-    return [d for d in own if d != carrier()] or own
+    """Every process is a node."""
+    return NodeLayout(processes.count(), (processes.index(),), [workers])
 
 
 class Node:
@@ -122,7 +95,7 @@ class Node:
         parts = tuple(sharded(size, layout.dtype) for size in layout.sizes)
         self._run_add = compiled(adding, parts, sharded(HOST_SLOTS, np.float32))
         sizes = *layout.sizes[:-1], layout.sizes[-1] + 1  # with the level, see `_add`
-        self._totals = totals = [replicated((1, size), layout.dtype) for size in sizes]
+        totals = [replicated((1, size), layout.dtype) for size in sizes]
         tail = replicated((layout.values + count * len(SLOTS),), layout.dtype)
         self._run_apply = compiled(self._apply, core, totals, tail, donate=self.update.donate)
         scalars = (replicated((), layout.dtype),) * 3
@@ -183,13 +156,6 @@ class Node:
         scalars = tuple(self.put(np.asarray(weight, self.layout.dtype)) for weight in weights)
         blended = self._run_blend(trainable(core[0]), mean, sent, scalars)
         return (with_trained(core[0], blended), *core[1:])
-
-    def exchange_shapes(self, core: Tree, compressed: bool) -> list[tuple[str, Leaves]]:
-        """The kinds of exchange that this node will take part in, and the leaves of each."""
-        params, leaves = jax.tree.leaves(trainable(core[0])), jax.tree.leaves(trained_core(core))
-        kinds = [("total", self._totals), ("mean", params), *([("compressed", params)] if compressed else [])]
-        others = [[leaves[k] for k in averaged_leaves(core, with_optimizer)] for with_optimizer in (False, True)]
-        return kinds + [("mean", sent) for sent in others if sent]
 
     def put_leaves(self, core: Tree, indices: Sequence[int], values: Leaves) -> Tree:
         """The core with the leaves of these indices (`averaged_leaves`) replaced."""

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from hetjax.devices.workers import Workers
 from hetjax.fleet.agree import Disagreement
@@ -20,7 +19,7 @@ from hetjax.reduce.trainable import trained_core
 from hetjax.sampling.nodes import NodeAllocator
 from hetjax.sampling.order import PlannedStep
 from hetjax.state import State
-from hetjax.sync.daso.averaging import NODE, TAKE_MEAN, BlendWeights, Leaves, blend_weights, receives_before_sending
+from hetjax.sync.daso.averaging import TAKE_MEAN, BlendWeights, Leaves, blend_weights, receives_before_sending
 from hetjax.sync.daso.exchange import (
     Exchange,
     ExchangeResult,
@@ -32,6 +31,7 @@ from hetjax.sync.daso.exchange import (
 )
 from hetjax.sync.daso.node import Node, averaged_leaves
 from hetjax.sync.daso.schedule import DasoSchedule, StepActions
+from hetjax.sync.replicas import stacked
 
 Tree = Any
 
@@ -79,7 +79,7 @@ class DasoReduce:
         layout: of the sums of a step.
         samples: per epoch.
         nodes: those of this process.
-        leads: the first worker of every node, of all processes.
+        first: index of the first of them.
         exchange: carries out exchanges between nodes.
         schedule: decides when they take place.
         config: how nodes agree.
@@ -94,7 +94,7 @@ class DasoReduce:
         layout: Layout,
         samples: int,
         nodes: Sequence[Node],
-        leads: Sequence[jax.Device],
+        first: int,
         exchange: Exchange,
         schedule: DasoSchedule,
         config: DasoConfig,
@@ -102,12 +102,10 @@ class DasoReduce:
     ):
         self.workers, self.layout, self.samples = workers, layout, samples
         self.nodes, self.exchange, self.schedule, self.config = list(nodes), exchange, schedule, config
-        self.sharing = sharing
+        self.first, self.sharing = first, sharing
         self.journal: list[ExchangeRecord] = []
         self.steps = 0  # taken so far
         self._position: tuple[int, int] | None = None  # epoch and position in it after the last step
-        mesh = Mesh(np.array(leads), (NODE,), axis_types=(AxisType.Auto,))
-        self._over_nodes = NamedSharding(mesh, PartitionSpec(NODE))
         ends = np.cumsum([len(node.workers) for node in self.nodes])
         self._slices = [slice(end - len(node.workers), end) for end, node in zip(ends, self.nodes, strict=True)]
         self._message_n = [NodeMessage() for _ in self.nodes]  # what the next exchange will report
@@ -321,9 +319,8 @@ class DasoReduce:
             more["said"] = self._stacked(*map(words, self._pending.message_n, leads))
         return replace(State.of(core, step, cursor), replicas=self.exchange.nodes, more=more)
 
-    def _stacked(self, *pieces_n: jax.Array) -> jax.Array:
-        shape = (self.exchange.nodes, *pieces_n[0].shape[1:])
-        return jax.make_array_from_single_device_arrays(shape, self._over_nodes, list(pieces_n))
+    def _stacked(self, *pieces_n: jax.Array) -> Any:
+        return stacked(pieces_n, self.first, self.exchange.nodes)
 
     def rebase(self, mean: Leaves) -> None:
         """Set the parameters, known to all nodes, to which compressed exchanges send differences."""
