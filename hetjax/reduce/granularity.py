@@ -53,10 +53,11 @@ def granularity(optimizer: optax.GradientTransformation, params: Tree) -> Granul
     groups = [
         [[(i, 0, n) for i, n in enumerate(size) if _has_bit(bit, i) == bool(side)] for side in (0, 1)] for bit in bits
     ]
-    if leaf_of_state(optimizer, params) is None:
+    leaf_S = leaf_of_state(optimizer, params)
+    if leaf_S is None:
         return "whole"
     with expected():
-        trial = _Trial(optimizer, leaves, tree)
+        trial = _Trial(optimizer, leaves, tree, leaf_S)
         if not trial.informative:
             return "whole"
         if trial.agrees(halves, flat=True):
@@ -115,16 +116,21 @@ def _has_bit(bit: int, number: int) -> bool:
 class _Trial:
     """The updates of an optimizer on a whole tree, and whether those on pieces are the same."""
 
-    def __init__(self, optimizer: optax.GradientTransformation, leaves: Sequence[Any], tree: Any):
+    def __init__(self, optimizer: optax.GradientTransformation, leaves: Sequence[Any], tree: Any, leaf_S: list[int]):
         self.optimizer, self.tree = optimizer, tree
+        state = jax.tree.leaves(jax.eval_shape(optimizer.init, jax.tree.unflatten(tree, leaves)))
+        is_key = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in state]
+        self.leaf_S = [leaf for leaf, key in zip(leaf_S, is_key, strict=True) if not key]
         random = np.random.default_rng(0)
         draw = lambda: [random.standard_normal(leaf.shape, np.float32).astype(leaf.dtype) for leaf in leaves]
         self.params, self.grads = draw(), [draw() for _ in range(2)]
         self.expected: dict[float, list[list[np.ndarray]]] = {}
+        self.states: dict[float, list[np.ndarray]] = {}
         self.steps = 0
         run = self._compiled(self.params)
         for magnitude in _MAGNITUDES:
-            self.expected[magnitude] = self._updates(run, self.params, lambda grads: grads, magnitude, self.steps)
+            found = self._updates(run, self.params, lambda grads: grads, magnitude, self.steps)
+            self.expected[magnitude], self.states[magnitude] = found
             self.steps = max(self.steps, len(self.expected[magnitude]))
         changed = [step for steps in self.expected.values() for step in steps if _nonzero(step)]
         self.informative = len(changed) >= _UPDATES * len(_MAGNITUDES)
@@ -139,7 +145,9 @@ class _Trial:
         try:
             run = self._compiled(params)
             for magnitude, expected_steps in self.expected.items():
-                found = self._updates(run, params, take, magnitude, len(expected_steps))
+                found, state = self._updates(run, params, take, magnitude, len(expected_steps))
+                if not self._states_agree(state, self.states[magnitude], ranges, flat):
+                    return False
                 for mine, whole in zip(found, expected_steps, strict=True):
                     for i, start, stop in ranges:
                         theirs = whole[i].reshape(-1)[start:stop]
@@ -149,6 +157,19 @@ class _Trial:
         except Exception as error:  # an optimizer may do anything with empty leaves
             log.debug("The optimizer cannot be sliced %s: %s", "into elements" if flat else "into leaves", error)
             return False
+        return True
+
+    def _states_agree(self, mine: Sequence[Any], whole: Sequence[Any], ranges: Sequence[Range], flat: bool) -> bool:
+        """Whether the state of a piece is what the whole one has for it; so it can be cut and joined."""
+        own = {leaf: (start, stop) for leaf, start, stop in ranges}
+        for a, b, leaf in zip(mine, whole, self.leaf_S, strict=True):
+            if leaf >= 0 and leaf not in own:
+                continue
+            b = b.reshape(-1)[slice(*own[leaf])] if leaf >= 0 and flat else b
+            if a.shape != b.shape and leaf < 0:
+                continue  # of a leaf that another piece owns
+            if a.shape != b.shape or not _close(a, b):
+                return False
         return True
 
     def _compiled(self, params: Sequence[Any]) -> Any:
@@ -164,8 +185,10 @@ class _Trial:
 
         return jax.jit(run)
 
-    def _updates(self, run: Any, params: list[Any], take: Any, magnitude: float, steps: int) -> list[list[np.ndarray]]:
-        """Updates of a number of steps; 0: until enough of them changed something."""
+    def _updates(
+        self, run: Any, params: list[Any], take: Any, magnitude: float, steps: int
+    ) -> tuple[list[list[np.ndarray]], list[np.ndarray]]:
+        """Updates of a number of steps (0: until enough of them changed something), and the state after them."""
         state = jax.jit(self.optimizer.init)(jax.tree.unflatten(self.tree, params))
         made: list[list[np.ndarray]] = []
         useful = 0
@@ -174,7 +197,13 @@ class _Trial:
             updates, state = run(grads, state, params)
             made.append([np.asarray(u, np.float64) for u in updates])
             useful += _nonzero(made[-1])
-        return made
+        numbers = [leaf for leaf in jax.tree.leaves(state) if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
+        return made, [np.asarray(leaf, np.float64) for leaf in numbers]
+
+
+def _close(a: np.ndarray, b: np.ndarray) -> bool:
+    scale = _TOLERANCE * float(np.max(np.abs(b), initial=0.0, where=np.isfinite(b)))
+    return np.allclose(a, b, rtol=0.0, atol=scale, equal_nan=True)
 
 
 def _nonzero(leaves: Sequence[np.ndarray]) -> bool:

@@ -54,7 +54,7 @@ class StateSlices:
         shapes, tree = jax.tree.flatten(self.state_like(ranges))
         found = []
         for value, shape, leaf in zip(jax.tree.leaves(opt_state), shapes, self.leaf_S, strict=True):
-            if leaf < 0 or (leaf in own and not self.flat):
+            if (leaf < 0 or (leaf in own and not self.flat)) and np.shape(value) == shape.shape:
                 found.append(value)
             elif leaf in own:
                 start, stop = own[leaf]
@@ -91,7 +91,7 @@ class StateSlices:
                         found[j] = np.empty(shape.size, value.dtype)
                     start, stop = own[leaf]
                     found[j][start:stop] = value
-                elif found[j] is None:
+                elif found[j] is None or np.shape(found[j]) != shape.shape:  # of a leaf that another piece owns
                     found[j] = value
         made = [value_like(value, shape) for value, shape in zip(found, shapes, strict=True)]
         return jax.tree.unflatten(tree, made)
