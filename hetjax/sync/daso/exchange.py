@@ -16,9 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from hetjax.devices.compile import expected
-from hetjax.sync.daso.averaging import NODE, Leaves, bytes_sent, compressed_mean, mean, total
+from hetjax.sync.daso.averaging import NODE, Leaves, bytes_sent, compressed_mean, compressed_total, mean, total
 
-KINDS = ("total", "mean", "compressed")  # a sum, a weighted mean, and one with 16 bits per number on the wire
+# A sum and a weighted mean, each also with 16 bits per number on the wire.
+KINDS = ("total", "compressed-total", "mean", "compressed")
 
 
 @dataclass
@@ -142,6 +143,8 @@ def reduce_over_nodes(kind: str, nodes: int, leaves: Leaves, weight: jax.Array, 
     """The reduction of this kind, as one node computes it on the axis of nodes."""
     if kind == "total":
         return total(leaves)
+    if kind == "compressed-total":
+        return compressed_total(leaves, nodes)
     if kind == "mean":
         return mean(leaves, weight)
     return compressed_mean(leaves, weight, base, nodes)

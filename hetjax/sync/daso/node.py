@@ -181,10 +181,10 @@ class Node:
         blended = self._run_blend(trainable(core[0]), mean, sent, scalars)
         return (with_trained(core[0], blended), *core[1:])
 
-    def exchange_shapes(self, core: Tree, compressed: bool) -> list[tuple[str, Leaves]]:
+    def exchange_shapes(self, core: Tree, compressed: bool, gradient_kind: str) -> list[tuple[str, Leaves]]:
         """The kinds of exchange that this node will take part in, and the leaves of each."""
         params, leaves = jax.tree.leaves(trainable(core[0])), jax.tree.leaves(trained_core(core))
-        kinds = [("total", self._totals), ("mean", params), *([("compressed", params)] if compressed else [])]
+        kinds = [(gradient_kind, self._totals), ("mean", params), *([("compressed", params)] if compressed else [])]
         others = [[leaves[k] for k in averaged_leaves(core, with_optimizer)] for with_optimizer in (False, True)]
         return kinds + [("mean", sent) for sent in others if sent]
 
