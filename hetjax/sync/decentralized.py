@@ -42,15 +42,17 @@ _LARGE = 2**14  # elements: smaller arrays are sent together
 class Decentralized(Sync):
     """The sync `decentralized`.
 
-    With worker i at x_i in step k and the gradient g_i of its mean loss,
+    With worker i at x_i in step k, the gradient g_i of its mean loss, and weights pi that sum to 1,
 
-        y_i = sum_j W_ij x_j  if k % F == 0 else x_i
-        x_i <- y_i + update(N b_i / B  g_i(x_i))
-        answer: mean of the x_i
+        y_i = sum_j W'_ij x_j  if k % F == 0 else x_i
+        x_i <- y_i + update(b_i / (B pi_i)  g_i(x_i))
+        answer: sum_i pi_i x_i
 
-    Under a doubly stochastic W the mean of the x_i follows the plain mean of the updates, so a worker's share of the
-    global batch has to enter its gradient: hence the factor N b_i / B. Its price: the learning rate has to suit the
-    worker with the largest batch. The published method omits the factor and is biased for unequal batches.
+    W' is W with stationary weights pi (`Mixing.weighted`): the answer follows the updates weighted by pi, which is the
+    gradient of all samples for any pi. With pi = b / B (`Mixing.shares`) workers take plain means. If W is not
+    symmetric, pi is 1 / N: then the largest worker's steps are N b_i / B times as long, and the learning rate has to
+    suit them (a ring with batches 4:2:1:1 and curvature 1 is stable up to 0.5 instead of 0.9). The published method
+    uses plain means and pi = 1 / N, which is biased for unequal batches.
 
     Parameters move between neighbors only. Every step still sums two small vectors over all workers: loss, metrics and
     timings, which planning needs, and whether all updates were finite.
@@ -59,7 +61,7 @@ class Decentralized(Sync):
         topology: 'ring', 'complete', a .json or .npy file with W, or W itself.
         mix_every: F, the number of steps from one mixing step to the next.
         matcha_budget: average share of the links that MATCHA uses; None mixes with W itself.
-        faithful: use the plain mean gradients of the published method.
+        faithful: use plain mean gradients and equal weights, as published.
     """
 
     name = "decentralized"
@@ -120,6 +122,8 @@ class NeighborReduce:
     def __init__(self, context: SyncContext, core: Tree, mixing: Mixing, every: int, faithful: bool):
         self.workers, self.layout, self.seed = context.workers, context.layout, context.seed
         self.mixing, self.every, self.faithful = mixing, every, faithful
+        self.share_W = self.equal_W = np.full(mixing.workers, 1 / mixing.workers)  # the former: of the last step
+        self.scalar_type = jax.dtypes.canonicalize_dtype(np.float64)
         self.finish, self.update = context.rule.finish(), Update(self._moved, context.rule.undo)
         always = every == 1 and mixing.probability_R is None
         self.mixing_step = self._compile(core, mixes=True)
@@ -135,7 +139,7 @@ class NeighborReduce:
         )
         wide = lambda size, dtype: jax.ShapeDtypeStruct((len(self.workers), size), dtype, sharding=self.workers.sharded)
         parts = tuple(wide(size, self.layout.dtype) for size in self.layout.sizes)
-        scalars = wide(HOST_SLOTS + 1 + len(self.mixing.rounds), np.float32)  # slots, weight, active rounds
+        scalars = wide(HOST_SLOTS + 2 + 2 * len(self.mixing.rounds), self.scalar_type)  # see `__call__`
         with expected():
             return compile_over(program, (core, parts, scalars), self.workers.devices, donate=self.update.donate)
 
@@ -143,16 +147,17 @@ class NeighborReduce:
 
     def _on_worker(self, mixes: bool, core_1: Tree, parts_1: Parts, scalars_1xS: jax.Array) -> tuple[Tree, jax.Array]:
         core, parts, scalars = jax.tree.map(lambda x: x[0], (core_1, parts_1, scalars_1xS))
-        slots, weight, active_R = scalars[:HOST_SLOTS], scalars[HOST_SLOTS], scalars[HOST_SLOTS + 1 :]
+        slots, (weight, share), rest = scalars[:HOST_SLOTS], scalars[HOST_SLOTS : HOST_SLOTS + 2], HOST_SLOTS + 2
+        active_R, weight_R = jnp.split(scalars[rest:], 2)
         layout, count = self.layout, len(self.workers)
         sent = layout.outgoing(parts, slots, jax.lax.axis_index(AXIS), count)
         (tail,) = sum_parts((layout.tail(sent),), self.workers)
         trained = trainable(core[0])
-        params = self._mixed(trained, active_R) if mixes else trained
+        params = self._mixed(trained, share, active_R, weight_R) if mixes else trained
         total = tail[1]  # global weight; tail[0] is the loss
         moved, bad_W = self.update(
             core,
-            (params, layout.unpack(parts), weight.astype(layout.dtype), total, tail[0] / total),
+            (params, layout.unpack(parts), (weight / share).astype(layout.dtype), total, tail[0] / total),
             total,
             level_of_all(tail, count),
             share=self._bad_of_all,
@@ -169,31 +174,30 @@ class NeighborReduce:
 
         An optimizer that takes the loss gets `loss`, the mean over all workers.
         """
-        params, own, weight, total, loss = given
+        params, own, factor, total, loss = given
         has_samples = own.weight > 0
-        factor = weight if self.faithful else weight * len(self.workers)
+        factor = factor / len(self.workers) if self.faithful else factor  # shares are 1 / N
         divisor = jnp.where(has_samples, own.weight, 1) if self.faithful else total
         sums = replace(own, grads=jax.tree.map(lambda g: g * factor, own.grads), weight=divisor, loss=loss * divisor)
         params, model_state, opt_state, ema = self.finish((params, *core[1:]), sums)
         return params, jax.tree.map(partial(jnp.where, has_samples), model_state, core[1]), opt_state, ema
 
-    def _mixed(self, params: Tree, active_R: jax.Array) -> Tree:
-        """Compute y = W x: by one all-reduce if all W_ij = 1/N, otherwise by one exchange per round.
+    def _mixed(self, params: Tree, share: jax.Array, active_R: jax.Array, weight_R: jax.Array) -> Tree:
+        """Compute y = W' x: by one weighted all-reduce if all W_ij = 1/N, otherwise by one exchange per round.
 
-        y_i = x_i + sum over rounds r of weight_RxW[r, i] (x_sender(r, i) - x_i)         (see `Mixing`)
+        y_i = x_i + sum over rounds r of weight_R[r] (x_sender(r, i) - x_i)         (see `Mixing`)
         """
         widened = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))
         if self.mixing.uniform:
             total = partial(jax.lax.psum, axis_name=AXIS)
-            return jax.tree.map(lambda x: replica_mean(x, total, count=len(self.workers)), params)
+            return jax.tree.map(lambda x: replica_mean(x, total, share=share), params)
         bundles, undo = _bundled(params)
         mixed = wide = [widened(x) for x in bundles]
-        me = jax.lax.axis_index(AXIS)
         for r, pairs in enumerate(self.mixing.rounds):
 
             def exchanged(mixed: list[jax.Array], r: int = r, pairs: Any = pairs) -> list[jax.Array]:
-                weight = jnp.asarray(self.mixing.weight_RxW[r])[me]
                 received = [jax.lax.ppermute(x, AXIS, pairs) for x in bundles]
+                weight = weight_R[r]
                 return [y + weight.astype(y.dtype) * (c - x) for y, c, x in zip(mixed, received, wide, strict=True)]
 
             if self.mixing.probability_R is None:
@@ -210,9 +214,14 @@ class NeighborReduce:
         parts = tuple(self.workers.stack(part) for part in zip(*parts_w, strict=True))
         due = step.number % self.every == 0  # k % F == 0
         active_R = self.mixing.active(self.seed, step.number) & due
-        weights_W = step.plan.weights_W
+        counts_W, weights_W = step.plan.counts_W, step.plan.weights_W
+        share_W = self.share_W = self.equal_W if self.faithful else self.mixing.shares(counts_W)
+        weight_RxW = self.mixing.weighted(share_W)
         weight_w = [1.0 if weights_W is None else float(weights_W[i]) for i in self.workers.local]
-        scalars_w = [np.array([*own, b, *active_R], np.float32) for own, b in zip(slots_w, weight_w, strict=True)]
+        scalars_w = [
+            np.array([*own, weight, share_W[i], *active_R, *weight_RxW[:, i]], self.scalar_type)
+            for i, own, weight in zip(self.workers.local, slots_w, weight_w, strict=True)
+        ]
         run = self.mixing_step if due and (self.mixing.uniform or active_R.any()) else self.local_step
         return run(core, parts, self.workers.from_host(scalars_w))
 
@@ -224,7 +233,8 @@ class NeighborReduce:
         return Replicas(self.workers.copies(jax.tree.leaves(core[:2])), self.workers.pieces(ready), lambda: core[:2])
 
     def state(self, core: Tree, step: int, cursor: int) -> State:
-        return replace(State.of(core, step, cursor), replicas=len(self.workers))
+        more = {"shares": self.share_W}  # see `average`
+        return replace(State.of(core, step, cursor), replicas=len(self.workers), more=more)
 
 
 def _bundled(tree: Tree) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Tree]]:

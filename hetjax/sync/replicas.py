@@ -72,12 +72,15 @@ def average(state: State, weight_N: np.ndarray | None = None) -> State:
 
     Args:
         state: returned unchanged if it has no replicas.
-        weight_N: weight of each replica, normalized here; None for the plain mean. Replicas of unequal weight may have
-            taken different numbers of steps, so their counters are averaged too. In a plain mean all counters are
-            equal and the first is taken, as it is for leaves that are no numbers.
+        weight_N: weight of each replica, normalized here; None for the weights `more["shares"]` of decentralized SGD,
+            or without them the plain mean. Replicas of unequal weight may have taken different numbers of steps, so
+            their counters are averaged too. In a plain mean all counters are equal and the first is taken, as it is for
+            leaves that are no numbers.
     """
     if not state.replicas:
         return state
+    if weight_N is None and isinstance(state.more, dict) and "shares" in state.more:
+        weight_N = np.asarray(state.more["shares"], np.float64)
     first = jax.tree.leaves(state.core)[0]
     on_mesh = isinstance(first, jax.Array) and isinstance(first.sharding, NamedSharding)
     with expected():
