@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Generator
 
 from hetjax.engines.clocks import LocalResult, no_hold
-from hetjax.sync.hogbatch.coordinator import Coordinator, Event, UpdateEvent
+from hetjax.sync.hogbatch.coordinator import Coordinator, Event, Lane, UpdateEvent
 from hetjax.sync.hogbatch.method import WorkItem
 
 POLL_SECONDS = 0.05  # between two checks of the workers
@@ -61,16 +61,14 @@ class Threads:
         self.coordinator, self.compute, self.hold = coordinator, compute, hold
         self.wait_limit, self.stopping = wait_limit, stopping
         self._slowest_W = [0.0] * workers  # seconds per sample
-        self._threads = {
-            lane: threading.Thread(
-                target=self._work, args=lane, name="hetjax-hogbatch-{}-{}".format(*lane), daemon=True
-            )
-            for lane in coordinator.lanes
-        }
+        self._threads: dict[Lane, threading.Thread] = {}
 
     def run(self) -> Generator[Event]:
         """Yields events until nothing is left to do; closing the generator ends the run at once."""
         self.hold.cancelled.clear()
+        for lane in self.coordinator.lanes:
+            name = "hetjax-hogbatch-{}-{}".format(*lane)
+            self._threads[lane] = threading.Thread(target=self._work, args=lane, name=name, daemon=True)
         for thread in self._threads.values():
             thread.start()
         stop_requested: float | None = None
