@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from studies.claims import Arm
+from studies.rcd_sgd import reached
 
 from hetjax.data import load
 from hetjax.data.libsvm import libsvm_source
@@ -35,7 +36,7 @@ class Scale:
         return max(2, full // 4) if self.quick else full
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Problem:
     """Training samples on the device, and the layer widths of the MLP."""
 
@@ -111,18 +112,6 @@ def sparse(kind: str, samples: int, hidden: int, file: Path | None = None) -> Pr
     return Problem(f"{kind}-like", jnp.asarray(x), jnp.asarray(y.astype(np.int32)), (x.shape[1], hidden, 2))
 
 
-def reached(at_E: np.ndarray, loss_E: np.ndarray, target: float) -> float:
-    """Where a loss curve first reaches the target, by linear interpolation; NaN if it does not."""
-    below = np.flatnonzero(np.asarray(loss_E) <= target)
-    if len(below) == 0:
-        return float("nan")
-    k = int(below[0])
-    if k == 0:
-        return float(at_E[0])
-    fraction = (loss_E[k - 1] - target) / (loss_E[k - 1] - loss_E[k])
-    return float(at_E[k - 1] + fraction * (at_E[k] - at_E[k - 1]))
-
-
 @dataclass(frozen=True)
 class Curves:
     """Loss of each seed after some numbers of steps."""
@@ -145,9 +134,15 @@ class Curves:
             more=more,
         )
 
-    def at(self, part: float) -> float:
-        """Mean loss over seeds after this part of the run."""
-        return float(self.loss_SxE[:, round(part * (len(self.step_E) - 1))].mean())
+    def target(self) -> float:
+        """A loss that every seed has reached after two thirds of the run."""
+        until = round(2 / 3 * (len(self.step_E) - 1))
+        return float(self.loss_SxE[:, : until + 1].min(axis=1).max())
+
+    @property
+    def end(self) -> float:
+        """Mean loss at the end."""
+        return float(self.loss_SxE[:, -1].mean())
 
 
 Train = Callable[[Sequence[int], np.ndarray], Curves]  # (seeds, learning rate of each) -> curves
@@ -226,5 +221,3 @@ def sample_weights(counts_TxW: np.ndarray, mean_weights_TxW: np.ndarray) -> np.n
     """Weight of each sample, such that the gradient of a step is sum_i a_i g_i with worker i's mean g_i."""
     each_TxW = np.where(counts_TxW > 0, mean_weights_TxW / np.maximum(counts_TxW, 1), 0.0)
     return np.stack([np.repeat(each_W, counts_W) for each_W, counts_W in zip(each_TxW, counts_TxW, strict=True)])
-
-

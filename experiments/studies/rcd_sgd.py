@@ -6,10 +6,10 @@
 
 Workers of unequal simulated speed, each with a fixed block of the training samples and a batch in proportion to its
 speed, train by decentralized SGD on a ring (--topology). Blocks are random, class-balanced, or submodular by facility
-location or graph cut, and parameters are mixed every F = 1 or 2 steps; then by MATCHA, which uses half of the links, and
-the published and other selection rules at F = 2. "even" is where the paper starts: random blocks of equal size, so that
-all wait for the slowest worker. As F = 2 alone halves the communication and rates alone the waiting, every other row is
-compared with random blocks by rate at the SAME F, with MATCHA or without, seed by seed.
+location or graph cut, and parameters are mixed every F = 1 or 2 steps; then by MATCHA, which uses half of the links,
+and the published and other selection rules at F = 2. "even" is where the paper starts: random blocks of equal size, so
+that all wait for the slowest worker. As F = 2 alone halves the communication and rates alone the waiting, every other
+row is compared with random blocks by rate at the SAME F, with MATCHA or without, seed by seed.
 
 steps, s         until the training loss of the mean of all workers reaches --target; seconds as measured, including
                  the exchange between simulated devices
@@ -94,6 +94,18 @@ class Setup:
     matcha: bool = False  # draw the links of each mixing step
 
 
+def reached(at_E: np.ndarray, loss_E: np.ndarray, target: float) -> float:
+    """Where a loss curve first reaches the target, by linear interpolation; NaN if it does not."""
+    below = np.flatnonzero(np.asarray(loss_E) <= target)
+    if len(below) == 0:
+        return float("nan")
+    k = int(below[0])
+    if k == 0:
+        return float(at_E[0])
+    fraction = (loss_E[k - 1] - target) / (loss_E[k - 1] - loss_E[k])
+    return float(at_E[k - 1] + fraction * (at_E[k] - at_E[k - 1]))
+
+
 @dataclass
 class Curve:
     """One run: the mean of all workers, every few steps."""
@@ -107,15 +119,7 @@ class Curve:
 
     def reached(self, target: float, axis: str) -> float:
         """Where on an axis the loss reaches the target, by linear interpolation; NaN if it does not."""
-        values = np.asarray(getattr(self, axis), float)
-        below = np.flatnonzero(np.asarray(self.loss) <= target)
-        if len(below) == 0:
-            return float("nan")
-        k = int(below[0])
-        if k == 0:
-            return float(values[0])
-        fraction = (self.loss[k - 1] - target) / (self.loss[k - 1] - self.loss[k])
-        return float(values[k - 1] + fraction * (values[k] - values[k - 1]))
+        return reached(np.asarray(getattr(self, axis), float), np.asarray(self.loss), target)
 
 
 def setups(args: Args) -> list[Setup]:
