@@ -92,7 +92,7 @@ def index_for(problem: Problem, batch: int, epochs: int) -> Callable[[int], np.n
 
 def dynamic_partition(scale: Scale, log: Callable[[str], None]) -> list[Comparison]:
     """000: equal counts against dp and edp, as published and corrected; static, balanced and oracle."""
-    batch, problem, epochs = 256, images(50_000), scale.epochs(20)
+    batch, problem, epochs = 256, images(50_000), scale.epochs(16)
     epoch_steps = problem.size // batch
     steps, index_of = epochs * epoch_steps, index_for(problem, batch, epochs)
     chunk, rates = max(epoch_steps // 8, 1), spread_rates(0.2, scale.seeds)

@@ -173,7 +173,7 @@ def train_blocks(problem: Problem, schedules: dict[int, Schedule], chunk: int) -
 def rcd_sgd(scale: Scale, log: Callable[[str], None]) -> list[Comparison]:
     """002: from even blocks to submodular ones by rate at F = 2, for D-PSGD and MATCHA."""
     problem = images(2_048 if scale.quick else 12_288)
-    steps, found = problem.size // BATCH * scale.epochs(24), []
+    steps, found = problem.size // BATCH * scale.epochs(16), []
     chunk, rows = max(problem.size // BATCH // 4, 1), int(np.ceil(BATCH * SPEED_W.max() / SPEED_W.sum())) + 1
     settings = (("D-PSGD", DPSGD, "-32%"), ("MATCHA", MATCHA, "-16%"))
     for setting, stages, reported in settings:

@@ -102,7 +102,6 @@ def trainer_of(problem, optimizer, sync, batch, workers=4, **options):
 def trained_loss(problem, trainer, steps, seed):
     rows = {"x": np.asarray(problem.x), "y": np.asarray(problem.y)}
     with trainer:
-        trainer.seed = seed
         state, _ = trainer.fit(trainer.init(problem.init(seed)), rows, steps=steps)
         answer = trainer.answer(state)
     return float(curves.losses(answer.params, problem.x, problem.y).mean())
@@ -122,7 +121,7 @@ def test_the_replay_of_daso_is_the_training_of_hetjax(method, options, monkeypat
     found = hierarchy.train_nodes(problem, hierarchy.METHODS[method], epochs, {})([seed], np.array([0.1]))
     rate = lambda step: 0.1 * 0.5 * (1 + jax.numpy.cos(np.pi * (step // count) / epochs))
     sync = Daso(nodes=4, **options)
-    trainer = trainer_of(problem, optax.sgd(rate, momentum=0.9), sync, 32, controller="equal")
+    trainer = trainer_of(problem, optax.sgd(rate, momentum=0.9), sync, 32, controller="equal", seed=seed)
     assert found.loss_SxE[0, -1] == pytest.approx(trained_loss(problem, trainer, epochs * count, seed), rel=2e-4)
 
 
@@ -144,7 +143,7 @@ def test_the_replay_of_decentralized_sgd_is_the_training_of_hetjax(stage, option
     rate = optax.piecewise_constant_schedule(0.3, {steps // 2: 0.1, 3 * steps // 4: 0.1})
     blocks = Blocks(neighbors.owner_of(problem, stage, seed), np.zeros(problem.size), neighbors.SPEED_W)
     sync = Decentralized("ring", stage.every, **options)
-    trainer = trainer_of(problem, optax.sgd(rate), sync, 32, controller="equal", partition=blocks)
+    trainer = trainer_of(problem, optax.sgd(rate), sync, 32, controller="equal", partition=blocks, seed=seed)
     assert found.loss_SxE[0, -1] == pytest.approx(trained_loss(problem, trainer, steps, seed), rel=2e-4)
 
 
