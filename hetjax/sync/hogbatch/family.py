@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from typing import Any
@@ -45,6 +45,18 @@ from hetjax.sync.replicas import average
 
 PerWorker = int | Sequence[int] | None  # one number for all workers, or one each
 _METRICS = "tally"  # key of the metrics in checkpoints, unchanged so that old ones load
+
+
+@dataclass(frozen=True)
+class MethodStart:
+    """What a method starts from: the job, and what a run that is resumed has left."""
+
+    job: FitJob
+    layout: Layout
+    state: State
+    batch_W: np.ndarray
+    updates_W: np.ndarray
+    epoch: int  # in which the updates were counted
 
 
 class Asynchronous(Sync):
@@ -146,7 +158,8 @@ class Asynchronous(Sync):
         if len(resumed.get("batches", ())) == len(workers):
             batch_W = np.clip(resumed["batches"], self.bounds.lower_W, self.bounds.upper_W)
             updates_W = np.array(resumed["updates"], np.int64)
-        method = self._method(job, session.layout, state, batch_W, updates_W, resumed)
+        epoch = resumed.get("epoch", state.cursor // job.sampler.size)
+        method = self._method(MethodStart(job, session.layout, state, batch_W, updates_W, epoch))
         if self.replay is None and job.simulation is not None and job.simulation.row_time is None:
             leaves = jax.tree.leaves((state.params, state.model_state))
             leaves_w = [jax.device_put(leaves, device) for device in workers.devices]
@@ -187,15 +200,7 @@ class Asynchronous(Sync):
 
     # -- set-up --
 
-    def _method(
-        self,
-        job: FitJob,
-        layout: Layout,
-        state: State,
-        batch_W: np.ndarray,
-        updates_W: np.ndarray,
-        resumed: dict[str, Any],
-    ) -> Method:
+    def _method(self, start: MethodStart) -> Method:
         raise NotImplementedError
 
     def _threads_W(self, workers: Workers) -> np.ndarray | None:
@@ -255,28 +260,20 @@ class Hogbatch(Asynchronous):
         self.threads, self.beta = threads, 1.0
         self.staleness_bound = None if staleness_bound is None else whole("staleness_bound", staleness_bound, 0)
 
-    def _method(
-        self,
-        job: FitJob,
-        layout: Layout,
-        state: State,
-        batch_W: np.ndarray,
-        updates_W: np.ndarray,
-        resumed: dict[str, Any],
-    ) -> Method:
-        devices = job.workers.devices
+    def _method(self, start: MethodStart) -> Method:
+        job, state, devices = start.job, start.state, start.job.workers.devices
         assert self.bounds is not None
         return Immediate(
-            SharedModel(layout, job.rule(state), state.core, home_device(devices)),
+            SharedModel(start.layout, job.rule(state), state.core, home_device(devices)),
             devices,
-            batch_W,
-            updates_W,
+            start.batch_W,
+            start.updates_W,
             adapt=self._adapt(),
             bound=self.staleness_bound,
             threads_W=self.bounds.threads_W,
             beta=self.beta,
             reset_by_epoch=self.faithful,
-            epoch=resumed.get("epoch", state.cursor // job.sampler.size),
+            epoch=start.epoch,
         )
 
     def _threads_W(self, workers: Workers) -> np.ndarray | None:
@@ -366,26 +363,18 @@ class AdaptiveSgd(Asynchronous):
         share = job.batch / len(job.workers)
         return share if self.faithful else share / (1 - self.momentum)
 
-    def _method(
-        self,
-        job: FitJob,
-        layout: Layout,
-        state: State,
-        batch_W: np.ndarray,
-        updates_W: np.ndarray,
-        resumed: dict[str, Any],
-    ) -> Method:
-        devices = job.workers.devices
+    def _method(self, start: MethodStart) -> Method:
+        job, state, devices = start.job, start.state, start.job.workers.devices
         assert self.bounds is not None
         return Merged(
-            layout,
+            start.layout,
             job.rule(state),
             state.core,
             state.more,
             devices,
             home_device(devices),
-            batch_W,
-            updates_W,
+            start.batch_W,
+            start.updates_W,
             bounds=self.bounds,
             quota=self.mega_batch or 8 * job.batch,
             beta_W=None if self.beta is None else np.full(len(devices), self.beta),
