@@ -45,7 +45,7 @@ class Workers:
     batch_W: tuple[int, ...]
     adaptive: bool = False
     scaled: bool = False  # gradients by batch / LARGE, without a cap; otherwise all updates move the model alike
-    rate: float = 1.0  # middle of the learning rates to try
+    rate: float = 3.0  # middle of the learning rates to try
     longer: int = 1  # times the epochs of the GPU alone, for arms that need more
 
 
@@ -214,11 +214,14 @@ ALONE = (32, 64, 128, 256, 512)  # batches to choose from
 LARGE_ALONE = f"GPU alone, batch {LARGE}"
 ARMS = {
     LARGE_ALONE: workers_of(GPU),
-    "CPU alone, Hogwild": workers_of(CPU, rate=0.05),
-    "Hogbatch": workers_of(CPU, GPU, rate=0.05, longer=3),
+    "CPU alone, Hogwild": workers_of(CPU, rate=0.0167),
+    "Hogbatch": workers_of(CPU, GPU, rate=0.0167, longer=3),
     "Adaptive Hogbatch": workers_of(CPU, GPU, adaptive=True, scaled=True, longer=2),
     "Hogbatch, scaled by batch": workers_of(CPU, GPU, scaled=True),
-    **{f"GPU alone, batch {batch}": workers_of(GPU | {"batch": batch}) for batch in ALONE},
+    **{
+        f"GPU alone, batch {batch}": workers_of(GPU | {"batch": batch}, rate=1.0 if batch < 128 else 3.0)
+        for batch in ALONE
+    },
 }
 
 

@@ -112,11 +112,8 @@ def dynamic_partition(scale: Scale, log: Callable[[str], None]) -> list[Comparis
             split = "/".join(f"{count:.0f}" for count in np.mean([run.counts_TxW[-1] for run in runs], axis=0))
             arms[name] = curves.arm(clocks(runs, costs.exchange), target, **{"last split": split})
             log(f"000 {costs.name}, {name}: {np.mean(arms[name].run_S):.0f} s")
-        found.append(
-            Comparison(
-                "000", costs.name, costs.reported, "dp, faithful", "equal", ("static",), arms, target=target,
-            )
-        )  # fmt: skip
+        row = Comparison("000", costs.name, costs.reported, "dp, faithful", "equal", ("static",), arms, target=target)
+        found += [row, replace(row, setting=f"{costs.name}, corrected weights", method="dp")]
     return found
 
 

@@ -228,7 +228,7 @@ def daso(scale: Scale, log: Callable[[str], None]) -> list[Comparison]:
     target = curves["all-reduce, 32 bits"].target()
     found = []
     for k, part in enumerate(LINKS):
-        setting = f"all-reduce = {part:g} steps of computation"
+        setting = f"all-reduce takes {part:g} of a step"
         ends = {name: np.array([own[k].ends for own in by_seed.values()]) for name, by_seed in clocks.items()}
         arms = {name: own.arm(ends[name], target) for name, own in curves.items()}
         found.append(

@@ -26,7 +26,8 @@ an epoch has the 195 steps of 256 samples that theirs have. The training is an M
 ResNet-50 and VGG-16 on CIFAR-10, which is not available here. `faithful` keeps the published weights: `dp` the
 mean of the workers' means, `edp` a second division by the number of workers. The original also reads
 overlapping prefixes of the data; that is not repeated. All forms that weigh samples alike are the same
-training, so their steps to the target agree.""",
+training, so their steps to the target agree. The second division of `edp` halves the gradient but not the
+weight decay, which no learning rate makes up for.""",
     "001": """Ye et al., arXiv 2007.11831: CIFAR-10 and CIFAR-100 on four workers, three of which share a GPU. The
 split follows p / t once per epoch. The disturbance is theirs, on workers that are equal otherwise: in every
 epoch with probability 0.1 a worker starts to lose 5 to 10 s per epoch, for 4 to 20 epochs. The paper gives no
@@ -51,7 +52,8 @@ charged from its first step. Data are {sparse}; the model has one hidden layer o
 row 44 times as fast as all threads of the CPU together, so that these make 98% of the updates of Hogbatch, as
 reported; a batch costs it 1 ms besides. Updates are not scaled by their batch in `Hogbatch`, as published, and
 are in the other two. Hogbatch and Adaptive Hogbatch run for three times and twice the epochs of the others.
-`busy` is the share of time in which CPU and GPU compute.""",
+`busy` is the share of time in which CPU and GPU compute. The order of updates is the same for all seeds; samples
+and initial parameters are not.""",
 }
 INTRO = """# Reproduction
 
@@ -133,12 +135,13 @@ def arms_table(one: Comparison) -> str:
     measured = "to the target" if one.measure == "seconds_S" else "of the run"
     header = ["arm", "rate", "steps to target", "s to target", "s of the run", "loss at the end", *more]
     header.append(f"s {measured} against {one.control}")
-    digits = lambda values_S: 2 if np.nanmean(values_S) < 20 else 0
+    typical = one.arms[one.control].run_S.mean()
+    digits = 2 if typical < 20 else 1 if typical < 200 else 0
     rows = []
     for name, arm in one.arms.items():
         cells = [name, f"{arm.rate:.3g}", mean_error(arm.steps_S, 0)]
-        cells += [mean_error(values, digits(arm.run_S)) for values in (arm.seconds_S, arm.run_S)]
-        cells += [mean_error(arm.loss_S, 3), *(arm.more.get(key, "") for key in more)]
+        cells += [mean_error(values, digits) for values in (arm.seconds_S, arm.run_S)]
+        cells += [mean_error(arm.loss_S, 4), *(arm.more.get(key, "") for key in more)]
         rows.append([*cells, "" if name == one.control else percent(gain(one, name, one.control))])
     return markdown_table(header, rows)
 
@@ -174,7 +177,8 @@ def _lines(axes: Axes, one: Comparison) -> None:
     shown = dict.fromkeys([one.control, one.method, *one.omitted])
     for name in shown:
         seconds_E, loss_E = one.arms[name].curve_Ex2.T
-        axes.plot(seconds_E, loss_E, color=_color(names, name), label=name, linewidth=1.6)
+        dashes = "--" if name in one.omitted else "-"
+        axes.plot(seconds_E, loss_E, dashes, color=_color(names, name), label=name, linewidth=1.6)
     axes.axhline(one.target, color="#333333", linewidth=0.8, linestyle=":")
     axes.set_yscale("log")
     axes.set_xlabel("virtual seconds")
