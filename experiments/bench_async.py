@@ -7,7 +7,7 @@ features, by each of: equal counts, balanced (both synchronous), hogbatch, adapt
 worker alone (alone), also with small batches (alone-small), at the learning rate scaled by the batch. All see the same
 samples in the same order. Reported, as medians over the seeds: the utilization of the less busy worker, updates and
 their share per worker, and seconds and samples until the loss over the whole training set is below a target. The loss
-is evaluated on a third device and not charged. Takes about 40 minutes.
+is evaluated on a third device and not charged. Takes up to an hour, most of it for equal counts at 1:64.
 
 Every training is run to the target, and all of it is charged: also the first two steps of a balanced run, which have
 equal counts to measure timings.
