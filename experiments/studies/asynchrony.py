@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from studies.balancing import Costs, clocks, run_controller, trace_of
 from studies.claims import Arm, Comparison
-from studies.curves import Curves, Problem, Scale, evaluate, losses, sparse, spread_rates, tuned
+from studies.curves import Curves, Problem, Scale, evaluate, losses, sparse, spread_rates, target_of, tuned
 
 from hetjax.engines.clocks import LocalResult
 from hetjax.sampling.order import Sampler
@@ -199,15 +199,38 @@ def train_updates(
     return train
 
 
-def asynchronous(problem: Problem, workers: Workers, epochs: int, scale: Scale) -> tuple[Curves, np.ndarray, Any]:
-    """Curves of a schedule, when each update is applied (the same for all seeds), and columns about the updates."""
+@dataclass(frozen=True)
+class AsyncRun:
+    """An asynchronous arm: its curves, when each update is applied (alike for all seeds), and further columns."""
+
+    curves: Curves
+    applied_U: np.ndarray
+    more: dict[str, str]
+    target: float
+
+    @property
+    def tuning_seconds(self) -> float:
+        """To the target on the tuning seed; infinite if it was not reached."""
+        steps = self.curves.tuning_steps
+        return float(np.interp(steps, np.arange(1, len(self.applied_U) + 1), self.applied_U)) if steps > 0 else np.inf
+
+    def arm(self) -> Arm:
+        """The arm of all seeds."""
+        seeds = len(self.curves.loss_SxE)
+        return self.curves.arm(np.tile(self.applied_U, (seeds, 1)), self.target, **self.more)
+
+
+def asynchronous(problem: Problem, workers: Workers, epochs: int, scale: Scale, target: float | None) -> AsyncRun:
+    """Run an arm; without a target it is the paper's control, which sets one."""
     updates = updates_of(workers, problem.size, epochs * workers.longer, seed=0)
     train = train_updates(problem, updates, workers.threads_W, evaluations=80)
-    curves = tuned(train, spread_rates(workers.rate, scale.seeds, 3.0), scale.seeds)
-    seconds_SxU = np.tile([update.applied for update in updates], (scale.seeds, 1))
+    rates = spread_rates(workers.rate, scale.seeds, 3.0)
+    target = target_of(train, rates) if target is None else target
+    curves = tuned(train, rates, scale.seeds, target)
     share = np.mean([workers.threads_W[update.worker] > 1 for update in updates])
     busy = " / ".join(f"{100 * part:.0f}%" for part in utilization(updates, workers))
-    return curves, seconds_SxU, {"updates by the CPU": f"{100 * share:.0f}%", "busy": busy}
+    more = {"updates by the CPU": f"{100 * share:.0f}%", "busy": busy}
+    return AsyncRun(curves, np.array([update.applied for update in updates]), more, target)
 
 
 ALONE = (32, 64, 128, 256, 512)  # batches to choose from
@@ -250,16 +273,18 @@ def hogbatch(scale: Scale, log: Callable[[str], None], files: dict[str, Path] | 
     found = []
     for kind in ("w8a", "covtype"):
         problem = sparse(kind, 4_096 if scale.quick else 16_384, 32, (files or {}).get(kind))
-        epochs, curves, seconds, more = scale.epochs(16), {}, {}, {}
+        epochs, runs, target = scale.epochs(16), dict[str, AsyncRun](), None
         for name, workers in ARMS.items():
-            curves[name], seconds[name], more[name] = asynchronous(problem, workers, epochs, scale)
-            log(f"004 {problem.name}, {name}: rate {curves[name].rate:g}, loss {curves[name].end:.4f}")
-        target = curves[LARGE_ALONE].target()
-        arms = {name: own.arm(seconds[name], target, **more[name]) for name, own in curves.items()}
-        means = {batch: arms[f"GPU alone, batch {batch}"].seconds_S.mean() for batch in ALONE}
-        batch = min(means, key=lambda batch, means=means: np.nan_to_num(means[batch], nan=np.inf))
+            run = runs[name] = asynchronous(problem, workers, epochs, scale, target)
+            target = run.target
+            log(f"004 {problem.name}, {name}: rate {run.curves.rate:g}, loss {run.curves.end:.4f}")
+        assert target is not None
+        arms = {name: run.arm() for name, run in runs.items()}
+        # The batch is chosen on the tuning seed, as learning rates are.
+        tuning = {batch: runs[f"GPU alone, batch {batch}"].tuning_seconds for batch in ALONE}
+        batch = min(tuning, key=tuning.__getitem__)
         best = f"GPU alone, batch {batch}"
-        arms[f"balanced, batch {batch}"] = balanced_arm(problem, epochs, scale, curves[best], target, batch)
+        arms[f"balanced, batch {batch}"] = balanced_arm(problem, epochs, scale, runs[best].curves, target, batch)
         omitted = (best, f"balanced, batch {batch}")
         for method, reported in (("Hogbatch", "faster, busier"), ("Adaptive Hogbatch", "2.6x faster (real-sim)")):
             setting = f"{method}, {problem.name}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from studies.claims import Arm, Comparison
-from studies.curves import Problem, Scale, images, sample_weights, spread_rates, train_sgd, tuned
+from studies.curves import Problem, Scale, images, sample_weights, spread_rates, target_of, train_sgd, tuned
 
 from hetjax.planning.controllers import make
 from hetjax.planning.controllers.published import mean_of_means, shares_over_workers
@@ -96,9 +96,10 @@ def dynamic_partition(scale: Scale, log: Callable[[str], None]) -> list[Comparis
     epoch_steps = problem.size // batch
     steps, index_of = epochs * epoch_steps, index_for(problem, batch, epochs)
     chunk, rates = max(epoch_steps // 8, 1), spread_rates(0.2, scale.seeds)
-    fitted = lambda weight_SxTxB: tuned(train_sgd(problem, index_of, weight_SxTxB, chunk), rates, scale.seeds)
-    unbiased = fitted(np.full((scale.seeds, steps, batch), 1 / batch, np.float32))
-    target, found = unbiased.target(), []
+    training = lambda weight_SxTxB: train_sgd(problem, index_of, weight_SxTxB, chunk)
+    alike = training(np.full((scale.seeds, steps, batch), 1 / batch, np.float32))
+    target, found = target_of(alike, rates), list[Comparison]()
+    unbiased = tuned(alike, rates, scale.seeds, target)
     log(f"000: unbiased training, rate {unbiased.rate:g}, target {target:.3f}")
     for costs in PARTITION[1:3] if scale.quick else PARTITION:
         trace, arms = trace_of(costs, batch, steps, epoch_steps), dict[str, Arm]()
@@ -108,7 +109,7 @@ def dynamic_partition(scale: Scale, log: Callable[[str], None]) -> list[Comparis
             if name.endswith("faithful"):
                 rule = mean_of_means if name.startswith("dp") else shares_over_workers
                 weights = [rule_weights(rule, run.counts_TxW) for run in runs]
-                curves = fitted(np.stack(weights))
+                curves = tuned(training(np.stack(weights)), rates, scale.seeds, target)
             split = "/".join(f"{count:.0f}" for count in np.mean([run.counts_TxW[-1] for run in runs], axis=0))
             arms[name] = curves.arm(clocks(runs, costs.exchange), target, **{"last split": split})
             log(f"000 {costs.name}, {name}: {np.mean(arms[name].run_S):.0f} s")
@@ -147,8 +148,9 @@ def dynamic_batch_size(scale: Scale, log: Callable[[str], None]) -> list[Compari
     steps, chunk = epochs * epoch_steps, max(epoch_steps // 8, 1)
     weight_SxTxB = np.full((scale.seeds, steps, batch), 1 / batch, np.float32)
     train = train_sgd(problem, index_for(problem, batch, epochs), weight_SxTxB, chunk)
-    curves = tuned(train, spread_rates(0.2, scale.seeds), scale.seeds)
-    target, found = curves.target(), []
+    rates = spread_rates(0.2, scale.seeds)
+    target, found = target_of(train, rates), list[Comparison]()
+    curves = tuned(train, rates, scale.seeds, target)
     log(f"001: training, rate {curves.rate:g}, target {target:.3f}")
     for costs in (DBS, DISTURBED):
         arms = {}

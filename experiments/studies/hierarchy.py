@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from studies.balancing import index_for
 from studies.claims import Comparison
-from studies.curves import MOMENTUM, Curves, Problem, Scale, evaluate, images, losses, spread_rates, tuned
+from studies.curves import MOMENTUM, Curves, Problem, Scale, evaluate, images, losses, spread_rates, target_of, tuned
 
 from hetjax.sync.daso.averaging import (
     NODE,
@@ -218,14 +218,14 @@ def train_nodes(problem: Problem, method: Method, epochs: int, clocks_of: dict[i
 def daso(scale: Scale, log: Callable[[str], None]) -> list[Comparison]:
     """003: DASO as published and ours against all-reduce and local SGD, at three ratios of exchange to compute."""
     problem, epochs = images(4_096 if scale.quick else 12_288), scale.epochs(24)
-    curves, clocks = {}, {}
+    rates, curves, clocks = spread_rates(0.1, scale.seeds), {}, {}
+    target = target_of(train_nodes(problem, METHODS["all-reduce, 32 bits"], epochs, {}), rates)
     for name, method in METHODS.items():
         # The schedule follows the training, and the training does not depend on the link: every seed has three clocks.
         clocks_of = {s: [Clock(method, problem, part) for part in LINKS] for s in range(scale.seeds)}
         train = train_nodes(problem, method, epochs, clocks_of)
-        curves[name], clocks[name] = tuned(train, spread_rates(0.1, scale.seeds), scale.seeds), clocks_of
+        curves[name], clocks[name] = tuned(train, rates, scale.seeds, target), clocks_of
         log(f"003 {name}: rate {curves[name].rate:g}, loss {curves[name].end:.3f}")
-    target = curves["all-reduce, 32 bits"].target()
     found = []
     for k, part in enumerate(LINKS):
         setting = f"all-reduce takes {part:g} of a step"

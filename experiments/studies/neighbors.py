@@ -16,7 +16,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from studies.claims import Arm, Comparison
-from studies.curves import TUNING_SEED, Curves, Problem, Scale, Train, evaluate, images, losses, spread_rates, tuned
+from studies.curves import (
+    TUNING_SEED,
+    Curves,
+    Problem,
+    Scale,
+    Train,
+    evaluate,
+    images,
+    losses,
+    spread_rates,
+    target_of,
+    tuned,
+)
 
 from hetjax.data.source_blocks import make_blocks
 from hetjax.sampling.shards import BlockSampler
@@ -175,17 +187,20 @@ def rcd_sgd(scale: Scale, log: Callable[[str], None]) -> list[Comparison]:
     problem = images(2_048 if scale.quick else 12_288)
     steps, found = problem.size // BATCH * scale.epochs(16), []
     chunk, rows = max(problem.size // BATCH // 4, 1), int(np.ceil(BATCH * SPEED_W.max() / SPEED_W.sum())) + 1
+    rates = spread_rates(0.4, scale.seeds)
     settings = (("D-PSGD", DPSGD, "-32%"), ("MATCHA", MATCHA, "-16%"))
     for setting, stages, reported in settings:
-        curves, seconds, target = {}, {}, np.nan
+        curves, seconds, target = {}, {}, None
         for name, stage in stages.items():
             seeds = [*range(scale.seeds), TUNING_SEED]
             schedules = {seed: schedule_of(problem, stage, seed, steps, rows) for seed in seeds}
             train = train_blocks(problem, schedules, chunk)
-            curves[name] = tuned(train, spread_rates(0.4, scale.seeds), scale.seeds)
+            if target is None:  # the first stage is the paper's control
+                target = target_of(train, rates)
+            curves[name] = tuned(train, rates, scale.seeds, target)
             seconds[name] = np.stack([np.cumsum(schedules[seed].seconds_T) for seed in range(scale.seeds)])
             log(f"002 {setting}, {name}: rate {curves[name].rate:g}, loss {curves[name].end:.3f}")
-        target = curves["even random blocks, F=1"].target()
+        assert target is not None
         arms: dict[str, Arm] = {name: own.arm(seconds[name], target) for name, own in curves.items()}
         found.append(
             Comparison(

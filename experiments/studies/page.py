@@ -47,7 +47,8 @@ published method sends 16 bits while nodes block and 32 while they do not; ours 
 controls also send less: an all-reduce with 16 bits, and local SGD, which is DASO that waits for every average.""",
     "004": """Ma and Rusu, arXiv 2004.08771: a CPU of 48 Hogwild threads and a GPU update one model without a
 barrier. The paper compares with the GPU alone at a large batch, where it makes few updates. The omitted control
-is the GPU alone at the best of five smaller batches, and the same batch divided between both by `balanced`,
+is the GPU alone at the best of five smaller batches (chosen on the tuning seed),
+and the same batch divided between both by `balanced`,
 charged from its first step. Data are {sparse}; the model has one hidden layer of 32 units. The GPU computes a
 row 44 times as fast as all threads of the CPU together, so that these make 98% of the updates of Hogbatch, as
 reported; a batch costs it 1 ms besides. Updates are not scaled by their batch in `Hogbatch`, as published, and
@@ -66,9 +67,10 @@ left out. This page is made by
 
 Training is real; time is virtual. A step is charged with the slowest worker's startup + rows x row_time / speed,
 plus bytes / link for what it has to wait for. Laws, schedules, mixing and batch rules are hetjax's own functions.
-The learning rate of every arm is tuned on a seed of its own; then {seeds} other seeds are run. Differences are
-paired, seed by seed, and given with their standard error. The target is a training loss that the paper's control
-reaches on all seeds within two thirds of its run.
+The target is a training loss: 5% above what the paper's control reaches within two thirds of its run, on a seed
+that serves for nothing else. On that seed every arm is tuned: it gets the learning rate that reaches the target in
+the fewest steps. Then {seeds} other seeds are run. Differences are paired, seed by seed, and given with their
+standard error.
 
 **The rule of the verdict.** An arm is better than another if its time (to the target; for 001 that of the whole
 run, which is the same training for all arms) is lower by more than 1% and by more than two standard errors.

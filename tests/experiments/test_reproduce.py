@@ -165,21 +165,30 @@ def test_the_replay_of_hogbatch_takes_gradients_at_what_each_thread_had_read():
     assert found.loss_SxE[0, -1] == pytest.approx(expected, rel=1e-5)
 
 
-def test_tuning_uses_a_seed_of_its_own_and_the_lowest_loss():
+def test_arms_are_tuned_for_the_target_on_a_seed_of_its_own():
     calls = []
 
-    def train(seeds, rates):
+    def train(seeds, rates):  # the larger the rate, the sooner the target; 2 diverges, 0.1 ends lowest
         calls.append((list(seeds), list(rates)))
-        loss_SxE = np.abs(np.asarray(rates) - 0.3)[:, None] * np.ones((1, 4))
-        return Curves(np.arange(4), np.where(np.asarray(rates)[:, None] > 1, np.nan, loss_SxE), 0.0)
+        curve_of = {0.1: [4, 3, 2, 0.0], 0.25: [4, 1, 1, 0.9], 2.0: [np.nan] * 4}
+        return Curves(np.arange(4), np.array([curve_of[rate] for rate in rates]), 0.0)
 
-    assert curves.tuned(train, [0.1, 0.25, 2.0], 3).rate == 0.25
+    found = curves.tuned(train, [0.1, 0.25, 2.0], 3, target=1.0)
+    assert (found.rate, found.tuning_steps) == (0.25, 1.0)
     assert calls == [([curves.TUNING_SEED] * 3, [0.1, 0.25, 2.0]), ([0, 1, 2], [0.25] * 3)]
+    assert curves.tuned(train, [0.1, 0.25], 2, target=-1.0).rate == 0.25  # none reaches it: the lowest second half
 
 
-def test_the_target_is_reached_by_all_seeds_within_two_thirds():
+def test_the_target_is_that_of_the_control_on_the_tuning_seed():
+    def train(seeds, rates):
+        assert set(seeds) == {curves.TUNING_SEED}
+        return Curves(np.arange(4), np.array([[1.0, 0.5, 0.4, 0.1], [9.0, 9.0, 9.0, 9.0]]), 0.1)
+
+    assert curves.target_of(train, [0.1, 0.2]) == pytest.approx(1.05 * 0.4)
+
+
+def test_seconds_to_a_target_are_interpolated():
     found = Curves(np.arange(4), np.array([[1.0, 0.5, 0.4, 0.1], [1.0, 0.3, 0.6, 0.2]]), 0.1)
-    assert found.target() == 0.4
     one = found.arm(np.array([[1.0, 2.0, 3.0], [2.0, 4.0, 6.0]]), 0.4)
     np.testing.assert_allclose(one.seconds_S, [2.0, 2 * (1 - 0.1 / 0.7)])
     np.testing.assert_allclose(one.run_S, [3.0, 6.0])
