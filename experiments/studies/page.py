@@ -97,7 +97,7 @@ def percent(difference: tuple[float, float]) -> str:
     if np.isnan(mean):
         return "neither reaches the target"
     if np.isinf(mean):
-        return "not reached by all seeds"
+        return "target not reached"
     if (mean, error) == (-1.0, 0.0):
         return "only it reaches the target"
     return f"{100 * mean:+.1f}% ± {100 * error:.1f}"
@@ -176,7 +176,7 @@ def _bars(axes: Axes, one: Comparison) -> None:
         if np.isfinite(mean) and mean != -1.0:
             axes.barh(k, 100 * mean, xerr=100 * error, color=_color(names, name), height=0.7)
         else:
-            axes.annotate(" not reached by all seeds", (0, k), va="center", fontsize=8)
+            axes.annotate(" target not reached", (0, k), va="center", fontsize=8)
     axes.axvline(0, color="#333333", linewidth=0.8)
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.invert_yaxis()

@@ -232,7 +232,7 @@ def test_a_page_with_the_digits_where_fashion_mnist_is_missing(tmp_path, monkeyp
 
 def test_cells_of_the_page():
     assert page.percent((-0.123, 0.004)) == "-12.3% ± 0.4"
-    assert page.percent((float("inf"), 0.0)) == "not reached by all seeds"
+    assert page.percent((float("inf"), 0.0)) == "target not reached"
     assert page.mean_error(np.array([1.0, 3.0]), 1) == "2.0 ± 1.0"
     assert page.mean_error(np.array([1.0, np.nan]), 1) == "– (1 of 2 seeds)"
     both = compared([8, 9], [10, 11], [9, 9])
