@@ -3,15 +3,14 @@
     python experiments/bench_async.py [--json FILE] [--seeds 3] [--ratios 1:4 1:16 1:64] [--quick]
 
 Two workers with simulated speeds of 1:4, 1:16 and 1:64 train a small MLP on the digits and on synthetic sparse
-features, by each of: equal counts, balanced (both synchronous), hogbatch, adaptive-hogbatch, adaptive-sgd. All see the
-same samples in the same order with the same learning rate. Reported, as medians over the seeds: the utilization of the
-less busy worker, updates and their share per worker, and seconds and samples until the loss over the whole training set
-is below a target. The loss is evaluated on a third device and not charged. Takes about 20 minutes.
+features, by each of: equal counts, balanced (both synchronous), hogbatch, adaptive-hogbatch, adaptive-sgd; and the fast
+worker alone (alone), also with small batches (alone-small), at the learning rate scaled by the batch. All see the same
+samples in the same order. Reported, as medians over the seeds: the utilization of the less busy worker, updates and
+their share per worker, and seconds and samples until the loss over the whole training set is below a target. The loss
+is evaluated on a third device and not charged. Takes up to an hour, most of it for equal counts at 1:64.
 
-A balanced run starts with two steps of equal counts, to measure timings. They run before the clock starts, because they
-would not matter in a longer training; their duration is reported as `uncharged_s`. Equal counts give the same training
-as balanced ones, only slower (hetjax's tests guarantee it). So only a few of their steps are run, and their time to the
-target is the number of steps of the balanced run at that speed.
+Every training is run to the target, and all of it is charged: also the first two steps of a balanced run, which have
+equal counts to measure timings.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ from hetjax.planning import controllers
 from hetjax.simulation.speeds import constant
 from hetjax.sync import AdaptiveHogbatch, AdaptiveSgd, Hogbatch
 
-SYNCS = ("equal", "balanced", "hogbatch", "adaptive-hogbatch", "adaptive-sgd")
+ALONE = {"alone": 256, "alone-small": 32}  # batch of the fast worker without the slow one
+SYNCS = ("equal", "balanced", *ALONE, "hogbatch", "adaptive-hogbatch", "adaptive-sgd")
 RATIOS = ("1:4", "1:16", "1:64")
 BATCH, SMALLEST, LARGEST = 256, 16, 256
 PHASE = 0.12  # seconds of the shortest phase, about 60 times the gap between two phases
 MIN_PHASES = 80, 40  # a run lasts at least this many of the shortest and of the longest phases
-EQUAL_STEPS = 4
 MAX_SAMPLES = 40_000  # a run that has not reached the target by then has failed
 
 
@@ -80,10 +79,11 @@ def make_trainer(problem: Problem, sync: str, simulation: Simulation) -> Trainer
         "adaptive-hogbatch": lambda: AdaptiveHogbatch(**common),
         "adaptive-sgd": lambda: AdaptiveSgd(**common, mega_batch=4 * BATCH),
     }
-    stepped = {"controller": sync, "engine": Chunked(rungs=[1, 4, 16, 64, 256])}
+    stepped = {"controller": "equal" if sync in ALONE else sync, "engine": Chunked(rungs=[1, 4, 16, 64, 256])}
     options = {"sync": syncs[sync]()} if sync in syncs else stepped
-    devices = jax.devices()[:2]
-    return Trainer(loss_fn, optax.sgd(problem.rate), batch_size=BATCH, devices=devices, speeds=simulation, **options)
+    batch, devices = ALONE.get(sync, BATCH), jax.devices()[1:2] if sync in ALONE else jax.devices()[:2]
+    optimizer = optax.sgd(problem.rate * batch / BATCH)
+    return Trainer(loss_fn, optimizer, batch_size=batch, devices=devices, speeds=simulation, **options)
 
 
 def row_time(ratio: float) -> float:
@@ -102,10 +102,9 @@ def run_figures(history: History, target: ToTarget) -> dict[str, Any]:
     if history.more:
         utilization, share, updates = (history.more[key] for key in ("utilization", "update_share", "updates"))
     else:  # synchronous: every worker contributes to every update
-        kept = history.records[len(history.records) // 3 :]  # the controller needs timings first
-        times = np.array([record.times_W for record in kept])
-        utilization = (np.nansum(times, axis=0) / sum(record.step_time for record in kept)).tolist()
-        share, updates = [0.5, 0.5], len(history.records)
+        times_SxW = np.array([record.times_W for record in history.records])
+        utilization = (np.nansum(times_SxW, axis=0) / sum(record.step_time for record in history.records)).tolist()
+        share, updates = np.full(len(utilization), 1 / len(utilization)).tolist(), len(history.records)
     return {
         "utilization": min(utilization),
         "time_to_target_s": target.seconds,
@@ -122,48 +121,27 @@ def bench(problem: Problem, ratios: list[str], seeds: int, log: Callable[[str], 
     """Medians over the seeds, by ratio and sync. One trainer per sync: ratios and seeds share its programs."""
     found: dict[str, dict[str, list[dict[str, Any]]]] = {ratio: {sync: [] for sync in SYNCS} for ratio in ratios}
     source = MemorySource(problem.rows)
-    for sync in (*SYNCS[1:], "equal"):
-        simulation = Simulation(constant([1.0, 1.0]), row_time=1.0)
+    for sync in SYNCS:
+        simulation = Simulation(constant([1.0] if sync in ALONE else [1.0, 1.0]), row_time=1.0)
         with make_trainer(problem, sync, simulation) as trainer:
             hook = ToTarget(problem, trainer, min_samples=12 * BATCH)
             for ratio in ratios:
                 speed = float(ratio.partition(":")[2])
-                simulation.trace, simulation.row_time = constant([1.0, speed]), row_time(speed)
-                hook.min_seconds = min_seconds(speed)
-                uncharged = {}
-                if sync == "balanced":
-                    trainer.controller = controllers.make(sync)
-                    _, before = trainer.fit(trainer.init(problem.params(0)), source, steps=EQUAL_STEPS)
-                    uncharged = {"uncharged_s": sum(record.step_time for record in before.records[:2])}
-                for seed in range(seeds if sync != "equal" else 1):
+                simulation.trace = constant([speed] if sync in ALONE else [1.0, speed])
+                simulation.row_time, hook.min_seconds = row_time(speed), min_seconds(speed)
+                for seed in range(seeds):
                     simulation.phases = simulation.overruns = 0
                     trainer.seed = seed
+                    if sync == "balanced":
+                        trainer.controller = controllers.make(sync)  # one that knows nothing: its start is charged
                     hook.reset()
-                    steps = EQUAL_STEPS if sync == "equal" else MAX_SAMPLES // BATCH
                     state = trainer.init(problem.params(seed))
+                    steps = MAX_SAMPLES // ALONE.get(sync, BATCH)
                     _, history = trainer.fit(state, source, steps=steps, hooks=[hook])
-                    found[ratio][sync].append(run_figures(history, hook) | uncharged)
+                    found[ratio][sync].append(run_figures(history, hook))
                     seconds, busy = hook.seconds or np.nan, found[ratio][sync][-1]["utilization"]
                     log(f"{ratio} {sync}, seed {seed}: target after {seconds:.1f} s, busy {busy:.1%}")
-                if sync == "equal":
-                    found[ratio][sync] = as_balanced(found[ratio][sync][0], found[ratio]["balanced"])
-    # Equal counts ran for a few steps of one seed only; the rest is derived from the balanced runs.
-    derived = {"equal": {"derived": True, "steps_run": EQUAL_STEPS}}
-    return {
-        ratio: {sync: medians(runs) | derived.get(sync, {}) for sync, runs in by_sync.items()}
-        for ratio, by_sync in found.items()
-    }
-
-
-def as_balanced(equal: dict[str, Any], balanced: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The figures of equal counts: the steps of the balanced runs, each as long as a step of equal counts."""
-    steps = [None if run["samples_to_target"] is None else run["samples_to_target"] / BATCH for run in balanced]
-    return [
-        equal
-        | {"samples_to_target": run["samples_to_target"], "updates": run["updates"]}
-        | {"time_to_target_s": None if count is None else count * equal["step_time"]}
-        for run, count in zip(balanced, steps, strict=True)
-    ]
+    return {ratio: {sync: medians(runs) for sync, runs in by_sync.items()} for ratio, by_sync in found.items()}
 
 
 def medians(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -193,17 +171,14 @@ def print_table(name: str, found: dict[str, dict[str, Any]], console: Console) -
                 "not reached" if seconds is None else f"{seconds:.1f}",
                 "–" if samples is None else f"{samples:,.0f}",
                 f"{figures['updates']:.0f}",
-                "all" if sync in SYNCS[:2] else f"{figures['update_share'][0]:.0%}",
+                "–" if sync in ALONE else "all" if sync in SYNCS[:2] else f"{figures['update_share'][0]:.0%}",
             )
     console.print(shown)
     console.print(
         "busy: utilization of the less busy worker; CPU's: share of updates by the slower worker.", highlight=False
     )
-    console.print(
-        f"equal: derived from {EQUAL_STEPS} of its steps and the number of steps of balanced.", highlight=False
-    )
-    first = ", ".join(f"{by_sync['balanced']['uncharged_s']:.1f} s at {ratio}" for ratio, by_sync in found.items())
-    console.print(f"balanced: without its first two steps, of equal counts ({first}).", highlight=False)
+    alone = ", ".join(f"{name} in batches of {batch}" for name, batch in ALONE.items())
+    console.print(f"The fast worker without the other: {alone}.", highlight=False)
     for ratio, by_sync in found.items():
         console.print(verdict(ratio, by_sync), soft_wrap=True, highlight=False)
 
@@ -212,7 +187,7 @@ def verdict(ratio: str, by_sync: dict[str, Any]) -> str:
     """A sentence on which sync to use."""
     seconds = {sync: f["time_to_target_s"] for sync, f in by_sync.items() if f["time_to_target_s"] is not None}
     balanced = seconds.pop("balanced", None)
-    asynchronous = {sync: s for sync, s in seconds.items() if sync != "equal"}
+    asynchronous = {sync: s for sync, s in seconds.items() if sync not in ("equal", *ALONE)}
     if not asynchronous and balanced is None:
         return f"{ratio}: no training reached the target."
     if not asynchronous or balanced is None:

@@ -198,13 +198,13 @@ def recovery(run: dict[str, Any], every: int, swaps: int) -> float:
     return float(np.median(found))
 
 
-def _parse_controller(name: str) -> tuple[str, dict[str, int]]:
-    """Name and options of a controller: `dbs@7` acts every 7 steps, `dbs` every 5."""
+def _parse_controller(name: str) -> tuple[str, str, dict[str, int]]:
+    """Name in the table, kind and options: `dbs@7` acts every 7 steps; `dbs` every 5 and is called `dbs@5`."""
     kind, _, every = name.partition("@")
     default = {"every": PERIOD} if kind in ("dp", "edp", "dbs", "proportional") else {}
     options = {"every": int(every)} if every else default
     make(kind, **options)
-    return kind, options
+    return f"{kind}@{options['every']}" if options else kind, kind, options
 
 
 def _cores(quotas: str) -> list[float]:
@@ -277,7 +277,9 @@ def main(
     if quick:
         names, steps, rounds, swaps = ["equal", "balanced"], 30, 1, 1
     try:
-        settings = {"controllers": [[name, *_parse_controller(name)] for name in names], "quotas": _cores(quotas)}
+        chosen = [_parse_controller(name) for name in names]
+        settings = {"controllers": chosen, "quotas": _cores(quotas)}
+        names = [name for name, *_ in chosen]
         if steps < SKIP + 2 or rounds < 1:
             raise ValueError(f"{steps} steps in {rounds} rounds: give {SKIP + 2} steps or more, in 1 round or more.")
         if swaps and swap_every < SKIP:

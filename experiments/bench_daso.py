@@ -4,11 +4,13 @@
 
 Every node is a process on its own core, in its own network namespace, with the bandwidth between nodes limited by
 `tc ... tbf` (needs root). Without root the link is simulated by delaying exchanges, and its name says so. The model has
-1,068,810 parameters. Methods:
+1,068,810 parameters and is trained by SGD with momentum, the only optimizer of the paper; a node has two workers.
+Methods:
 
-    allreduce        gradients summed over all nodes in every step
-    daso             the defaults; daso-paper: with the paper's blend
-    local-sgd        the same number and size of exchanges as daso, but nodes block on each of them
+    allreduce        gradients summed over all nodes in every step, in 32 bits: the paper's control
+    allreduce-16     the same in 16 bits: the control for methods that send 16 bits
+    daso             the defaults, in 16 bits; daso-32: in 32; daso-paper: as published, 32 bits while cycling
+    local-sgd        the same number and size of exchanges as daso, but nodes block on each of them; local-sgd-32
     ...-unequal      the last node has half a core: samples in proportion to speed;
                      daso-unequal-steps: steps in proportion; daso-unequal-equal: neither
 
@@ -57,9 +59,12 @@ _MBIT = re.compile(r"([\d.e+]+) Mbit/s( \(simulated\))?")
 
 METHODS: dict[str, tuple[str, dict[str, Any], bool]] = {  # sync, its options, unequal nodes
     "allreduce": ("allreduce", {}, False),
+    "allreduce-16": ("allreduce-16", {}, False),
     "daso": ("daso", {}, False),
-    "daso-paper": ("daso", {"blend": "paper"}, False),
+    "daso-32": ("daso", {"wire": "full"}, False),
+    "daso-paper": ("daso", {"faithful": True}, False),
     "local-sgd": ("daso", {"overlap": False}, False),
+    "local-sgd-32": ("daso", {"overlap": False, "wire": "full"}, False),
     "allreduce-unequal": ("allreduce", {}, True),
     "daso-unequal": ("daso", {}, True),
     "daso-unequal-steps": ("daso", {"between": "steps"}, True),
@@ -75,7 +80,7 @@ class Options:
     """write results to this file; results of other links and methods in it are kept"""
     links: str = "25,100,400,1000"
     """bandwidths in Mbit/s, comma-separated; 0: unlimited"""
-    methods: str = "allreduce,daso,local-sgd,daso-paper,daso-unequal,allreduce-unequal"
+    methods: str = "allreduce,allreduce-16,daso,local-sgd,daso-paper,daso-unequal,allreduce-unequal"
     """methods of the list above, comma-separated, or all"""
     nodes: int = 2
     """number of processes, 2 to 4"""
@@ -84,8 +89,8 @@ class Options:
     epochs: int = 8
     samples: int = 12_288
     batch: int = 1024
-    rate: float = 1e-3
-    """learning rate of Adam"""
+    rate: float = 0.05
+    """learning rate of SGD with momentum 0.9"""
     target: float = 0.55
     """test loss for time_to_target_s"""
     limit: float = 900.0
@@ -155,7 +160,7 @@ def run_once(spec: dict[str, Any], cluster: Cluster, unequal: bool, limit: float
         for j, group in enumerate(groups):
             launcher = [sys.executable, "-I", "-S", child.__file__, str(os.getpid()), group, str(cores[j % len(cores)])]
             fleet = {environment.COORDINATOR: cluster.coordinator, environment.PROCESSES: str(cluster.nodes)}
-            devices = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+            devices = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
             process = subprocess.Popen(
                 [*launcher, *cluster.command_prefix(j), sys.executable, str(NODE), json.dumps(spec)],
                 env={**os.environ, **fleet, environment.PROCESS: str(j), **devices},

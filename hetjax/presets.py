@@ -140,7 +140,7 @@ def choose(
     made_sync = _sync(sync or base.sync, base, dict(sync_options or {}), faithful)
     made = Choice(
         strategy or "",
-        _controller(controller or base.controller, every, faithful, made_sync),
+        _controller(controller or _default_controller(base, made_sync), every, faithful, made_sync),
         partition if partition is not None else base.partition,
         made_sync,
         as_spec(base.engine if engine is None else engine),
@@ -219,6 +219,11 @@ def options_of(kind: type) -> list[str]:
             parameters = inspect.signature(vars(cls)["__init__"]).parameters.values()
             found |= {p.name: None for p in parameters if p.name != "self" and p.kind is not p.VAR_KEYWORD}
     return list(found)
+
+
+def _default_controller(base: Strategy, sync: Sync) -> str:
+    """That of the strategy; for DASO as published, whose nodes are equal, equal counts."""
+    return "equal" if isinstance(sync, syncs.Daso) and sync.config.faithful else base.controller
 
 
 def _controller(given: str | Controller, every: int | str | None, faithful: bool, sync: Sync) -> Controller:

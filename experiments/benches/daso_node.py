@@ -29,6 +29,7 @@ from hetjax.sync.daso.averaging import bytes_sent  # noqa: E402
 from hetjax.trainer import Trainer  # noqa: E402
 from hetjax.zoo.tasks import classification  # noqa: E402
 
+WORKERS = 2  # of a node
 LAYERS = (784, 1024, 256, 10)  # 1,068,810 parameters
 
 
@@ -60,11 +61,12 @@ def data(dataset: str, samples: int, tested: int) -> tuple[dict[str, np.ndarray]
 
 
 def make_sync(spec: dict[str, Any]) -> Any:
-    """DASO, or all-reduce: on a simulated link as DASO's blocking phase, which knows of the link."""
+    """DASO, or all-reduce: in 16 bits and on a simulated link as DASO's blocking phase, which knows of both."""
     if spec["sync"] == "allreduce" and spec["link"] is None:
         return AllReduce()
-    if spec["sync"] == "allreduce":
-        return Daso(warm_up=spec["epochs"], link=spec["link"])
+    if spec["sync"] in ("allreduce", "allreduce-16"):
+        wire = "bfloat16" if spec["sync"] == "allreduce-16" else "full"
+        return Daso(warm_up=spec["epochs"], link=spec["link"], gradient_wire=wire)
     return Daso(link=spec["link"], **spec["options"])
 
 
@@ -80,11 +82,11 @@ def main(spec: dict[str, Any]) -> None:
     samples, seed, sync = len(train["label"]), spec["seed"], make_sync(spec)
     trainer = Trainer(
         loss_fn,
-        optax.adam(spec["rate"]),
+        optax.sgd(spec["rate"], momentum=0.9),
         batch_size=spec["batch"],
-        controller="balanced",
+        controller="equal" if isinstance(sync, Daso) and sync.config.faithful else "balanced",
         sync=sync,
-        devices=chosen_devices(1),
+        devices=chosen_devices(WORKERS),
         seed=seed,
         engine=Chunked(rungs=[8, 32, 128, 256]),
     )

@@ -155,7 +155,7 @@ class Hierarchy:
     blend: Annotated[str | None, _shown("delta|paper")] = None
     """merge of a delayed average: keep all local progress, or as in the paper (default: delta; --faithful: paper)"""
     between: Annotated[str | None, _shown("balanced|equal|steps")] = None
-    """several processes: samples by speed, equal samples, or steps by speed (default: balanced)"""
+    """several processes: samples by speed, equal samples, or steps by speed (default: balanced; --faithful: equal)"""
 
 
 @dataclass(frozen=True)
@@ -166,6 +166,8 @@ class Asynchronous:
     """initial batch size per worker (default: small on CPUs and large on GPUs; by speed if all are of one kind)"""
     smallest_batch: Annotated[str | None, _shown("N[,N...]")] = None
     """smallest batch size (default: 1/16 of --capacity)"""
+    threads: Annotated[str | None, _shown("N[,N...]")] = None
+    """hogbatch, adaptive-hogbatch: Hogwild threads per worker, each with its part of the batch (default: 1)"""
     staleness_bound: Whole = None
     """hogbatch, adaptive-hogbatch: maximum staleness of an update, in updates by others (default: unbounded)"""
     scale_rate: Annotated[Literal["on", "off"] | None, _shown("{on,off}")] = None

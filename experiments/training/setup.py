@@ -202,6 +202,7 @@ def method(config: Config) -> dict[str, Any]:
     options |= {name: getattr(asynchronous, name) for name in names}
     options["scale_rate"] = None if asynchronous.scale_rate is None else asynchronous.scale_rate == "on"
     options["batches"] = whole_numbers("--batches", asynchronous.batches)
+    options["threads"] = whole_numbers("--threads", asynchronous.threads)
     options["smallest"] = whole_numbers("--smallest-batch", asynchronous.smallest_batch)
     return {"strategy": flags.strategy, "every": every, "sync_options": options, **axes}
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from hetjax.data.files import idx_source, npz_source
+from hetjax.data.libsvm import libsvm_source
 from hetjax.data.memory import MemorySource, labeled_images
 from hetjax.data.source import RowSource, check_split, stratified_split
 from hetjax.data.text import text_source
@@ -60,7 +61,7 @@ def synthetic_source(
     return labeled_images(image, label, classes, name="synthetic")
 
 
-SPECS = "digits | synthetic | idx:DIR | npz:FILE | text | text:FILE | tfds:NAME"
+SPECS = "digits | synthetic | idx:DIR | npz:FILE | libsvm:FILE | text | text:FILE | tfds:NAME"
 
 
 def load(spec: str, split: str = "train", **options: Any) -> RowSource:
@@ -69,7 +70,7 @@ def load(spec: str, split: str = "train", **options: Any) -> RowSource:
     digits      scikit-learn's 8x8 digits            idx:DIR    folder of IDX files (MNIST, Fashion-MNIST)
     synthetic   synthetic 28x28 images               npz:FILE   arrays x and y
     text        Python's language reference, bytes   text:FILE  any file, bytes
-                                                     tfds:NAME  a prepared TensorFlow dataset
+    libsvm:FILE sparse features, one row per line    tfds:NAME  a prepared TensorFlow dataset
     """
     kind, colon, path = spec.partition(":")
     if bool(colon) != bool(path):
@@ -85,6 +86,8 @@ def load(spec: str, split: str = "train", **options: Any) -> RowSource:
             return idx_source(path, split, **options)
         case "npz", _ if path:
             return npz_source(path, split, **options)
+        case "libsvm", _ if path:
+            return libsvm_source(path, split, **options)
         case "tfds", _ if path:
             from hetjax.data.tfds import tfds_source  # a heavy optional package
 

@@ -203,14 +203,15 @@ class ProportionalSampler(ShardedSampler):
         return proportional_shards(unread(self.order.indices(epoch, 0, self.size)), plan.counts_W, self.batch)
 
     def cut_dict(self, plan: Plan) -> dict[str, Any]:
-        weights = None if plan.weights_W is None else plan.weights_W.tolist()
+        weights = None if plan.weights_W is None else plan.weights_W.tolist()  # at these counts: the saved format
         return {"counts": plan.counts_W.tolist(), "weights": weights}
 
     def same_cut(self, saved: Mapping[str, Any], plan: Plan) -> Plan | None:
         if len(saved.get("counts", ())) != len(plan.counts_W):
             return None
-        weights_W = None if saved["weights"] is None else np.array(saved["weights"])
-        return Plan(np.array(saved["counts"], np.int64), reason="shards as before", weights_W=weights_W)
+        counts_W, weights = np.array(saved["counts"], np.int64), saved["weights"]
+        mean_weights_W = None if weights is None else np.array(weights) * counts_W / counts_W.sum()
+        return Plan(counts_W, reason="shards as before", mean_weights_W=mean_weights_W)
 
 
 class BlockSampler(ShardedSampler):

@@ -45,15 +45,17 @@ _LEVEL, _BAD = SLOTS.index("nonfinite_level"), SLOTS.index("bad_update")
 class Decentralized(Sync):
     """The sync `decentralized`.
 
-    With worker i at x_i in step k and the gradient g_i of its mean loss,
+    With worker i at x_i in step k, the gradient g_i of its mean loss, and weights pi that sum to 1,
 
-        y_i = sum_j W_ij x_j  if k % F == 0 else x_i
-        x_i <- y_i + update(N b_i / B  g_i(x_i))
-        answer: mean of the x_i
+        y_i = sum_j W'_ij x_j  if k % F == 0 else x_i
+        x_i <- y_i + update(b_i / (B pi_i)  g_i(x_i))
+        answer: sum_i pi_i x_i
 
-    Under a doubly stochastic W the mean of the x_i follows the plain mean of the updates, so a worker's share of the
-    global batch has to enter its gradient: hence the factor N b_i / B. Its price: the learning rate has to suit the
-    worker with the largest batch. The published method omits the factor and is biased for unequal batches.
+    W' is W with stationary weights pi (`Mixing.weighted`): the answer follows the updates weighted by pi, which is the
+    gradient of all samples for any pi. With pi = b / B (`Mixing.shares`) workers take plain means. If W is not
+    symmetric, pi is 1 / N: then the largest worker's steps are N b_i / B times as long, and the learning rate has to
+    suit them (a ring with batches 4:2:1:1 and curvature 1 is stable up to 0.5 instead of 0.9). The published method
+    uses plain means and pi = 1 / N, which is biased for unequal batches.
 
     Parameters move between neighbors only. Every step still sums two small vectors over all workers: loss, metrics and
     timings, which planning needs, and whether all updates were finite.
@@ -62,7 +64,7 @@ class Decentralized(Sync):
         topology: 'ring', 'complete', a .json or .npy file with W, or W itself.
         mix_every: F, the number of steps from one mixing step to the next.
         matcha_budget: average share of the links that MATCHA uses; None mixes with W itself.
-        faithful: use the plain mean gradients of the published method.
+        faithful: use plain mean gradients and equal weights, as published.
     """
 
     name = "decentralized"
@@ -140,6 +142,7 @@ class NeighborReduce:
         self._begin_w: dict[bool, list[Any]] = {}
         self._update_w: dict[bool, list[Any]] = {}
         self._zeros_w = zero_parts(self.layout, self.workers.own)
+        self.share_W = self.equal_W = np.full(mixing.workers, 1 / mixing.workers)  # the former: of the last step
         always = every == 1 and mixing.probability_R is None
         with expected():
             for mixes in (True,) if always else (True, False):
@@ -185,18 +188,18 @@ class NeighborReduce:
 
         An optimizer that takes the loss gets `loss`, the mean over all workers.
         """
-        params, own, weight, total, loss = given
+        params, own, factor, total, loss = given
         has_samples = own.weight > 0
-        factor = weight if self.faithful else weight * len(self.workers)
+        factor = factor / len(self.workers) if self.faithful else factor  # shares are 1 / N
         divisor = jnp.where(has_samples, own.weight, 1) if self.faithful else total
         sums = replace(own, grads=jax.tree.map(lambda g: g * factor, own.grads), weight=divisor, loss=loss * divisor)
         params, model_state, opt_state, ema = self.finish((params, *core[1:]), sums)
         return params, jax.tree.map(partial(jnp.where, has_samples), model_state, core[1]), opt_state, ema
 
     def _mixed(self, params: Tree, came: Any = None, weight_D: jax.Array | None = None) -> Tree:
-        """Compute y = W x from what came: nothing, the mean if all W_ij = 1/N, otherwise the neighbors' parameters.
+        """Compute y = W' x from what came: nothing, the mean if all W_ij = 1/N, otherwise the neighbors' parameters.
 
-        y_i = x_i + sum over rounds r of weight_RxW[r, i] (x_sender(r, i) - x_i)         (see `Mixing`)
+        y_i = x_i + sum over rounds r of weight_R[r] (x_sender(r, i) - x_i)         (see `Mixing`)
         """
         if came is None:
             return params
@@ -218,6 +221,7 @@ class NeighborReduce:
         parts_w = [parts or zeros for parts, zeros in zip(parts_w, self._zeros_w, strict=True)]
         due = step.number % self.every == 0  # k % F == 0
         active_R = self.mixing.active(self.seed, step.number) & due
+        self.share_W = self.equal_W if self.faithful else self.mixing.shares(step.plan.counts_W)
         mixes = due and (self.mixing.uniform or bool(active_R.any()))
         leaves_w = [jax.tree.leaves(trainable(core[0])) if mixes else [] for core in core_w]
         begun = [run(leaves, parts) for run, leaves, parts in zip(self._begin_w[mixes], leaves_w, parts_w, strict=True)]
@@ -250,7 +254,8 @@ class NeighborReduce:
         messages, round_ = self.messages, self.messages.begin()
         own = dict(zip(self.workers.local, sent_w, strict=True)) if sent_w else {}
         pairs_R = [pairs if active else () for pairs, active in zip(self.mixing.rounds, active_R, strict=True)]
-        sources_w = [self._sources(worker, pairs_R) for worker in self.workers.local] if own else []
+        weight_RxW = self.mixing.weighted(self.share_W)
+        sources_w = [self._sources(worker, pairs_R, weight_RxW) for worker in self.workers.local] if own else []
         copied_w = messages.copy(own, sources_w) if own else []
         own_wxK = np.column_stack([np.stack(row_w), np.asarray(slots_w, row_w[0].dtype)])
         messages.tell(own_wxK, ROWS, round_)
@@ -264,7 +269,7 @@ class NeighborReduce:
         if not sent_w:
             return tail, [()] * len(row_w)
         if self.mixing.uniform:
-            return tail, [(messages.mean(sent_w),)] * len(row_w)
+            return tail, [(messages.mean(sent_w, self.share_W),)] * len(row_w)
         remote = {sender for sources in sources_w for sender, _ in sources if sender not in own}
         came = messages.receive(sorted(remote), round_)
         given_w: list[tuple] = []
@@ -275,21 +280,22 @@ class NeighborReduce:
             given_w.append(([*received, *received[:1] * padding], weights) if sources else ())
         return tail, given_w
 
-    def _sources(self, worker: int, pairs_R: Sequence[Pairs]) -> Sources:
+    def _sources(self, worker: int, pairs_R: Sequence[Pairs], weight_RxW: np.ndarray) -> Sources:
         """The neighbors that a worker hears from, in the order of the rounds, and their weights."""
         return [
-            (sender, float(self.mixing.weight_RxW[r, worker]))
+            (sender, float(weight_RxW[r, worker]))
             for r, pairs in enumerate(pairs_R)
             for sender, receiver in pairs
             if receiver == worker
         ]
 
     def _scalars(self, values: np.ndarray, level: float, step: PlannedStep) -> list[np.ndarray]:
-        """Of each own worker: weight in the plan, total weight, mean loss, and the level of all sums."""
+        """Of each own worker: weight of its gradient, total weight, mean loss, and the level of all sums."""
         weights_W = np.ones(len(self.workers)) if step.plan.weights_W is None else step.plan.weights_W
         total, loss = values[1], values[0] / values[1]
         level = max(level, LARGE) if self.undo else level  # an update that may be undone is checked in full
-        return [np.array([weights_W[i], total, loss, level], self.layout.dtype) for i in self.workers.local]
+        factor_W = weights_W / self.share_W
+        return [np.array([factor_W[i], total, loss, level], self.layout.dtype) for i in self.workers.local]
 
     def _bad(self, tail: NeighborTail) -> np.ndarray:
         """Whether each worker's update was not finite. Collective: all processes know which workers were updated."""
@@ -315,4 +321,5 @@ class NeighborReduce:
     def state(self, core_w: list[Tree], step: int, cursor: int) -> State:
         first, count = self.workers.local[0], len(self.workers)
         core = jax.tree.map(lambda *pieces: stacked(pieces, first, count), *core_w)
-        return replace(State.of(core, step, cursor), replicas=count)
+        more = {"shares": self.share_W}  # see `average`
+        return replace(State.of(core, step, cursor), replicas=count, more=more)

@@ -124,14 +124,14 @@ class NeighborMessages:
         """The parameters of workers of other processes, on the host."""
         return {sender: self._parameters(sender, round_) for sender in senders}
 
-    def mean(self, own: Sequence[Arrays]) -> list[np.ndarray]:
-        """The mean over all workers, added in the order of workers and of processes; on the host."""
-        sums = [wide_sum([np.asarray(x) for x in part]) for part in zip(*own, strict=True)]
+    def mean(self, own: Sequence[Arrays], share_W: np.ndarray) -> list[np.ndarray]:
+        """The mean over all workers by their shares, added in the order of workers and of processes; on the host."""
+        share_w = share_W[list(self.workers.local)].tolist()
+        sums = [wide_sum([np.asarray(x) for x in part], share_w) for part in zip(*own, strict=True)]
         if self._slices is not None:
             flat, _ = self._slices([x.reshape(-1) for x in sums], lambda _, part_P, notes: wide_sum(part_P))
             sums = [total.reshape(x.shape) for total, x in zip(flat, sums, strict=True)]
-        count = len(self.workers)
-        return [narrowed(total / count, x.dtype) for total, x in zip(sums, self.sent, strict=True)]
+        return [narrowed(total, x.dtype) for total, x in zip(sums, self.sent, strict=True)]
 
     def _parameters(self, sender: int, round_: int) -> Arrays:
         frames = iter(self._channel_at(round_).receive(self._process_W[sender], PARAMETERS + sender))

@@ -92,12 +92,15 @@ def average(state: State, weight_N: np.ndarray | None = None) -> State:
 
     Args:
         state: returned unchanged if it has no replicas.
-        weight_N: weight of each replica, normalized here; None for the plain mean. Replicas of unequal weight may have
-            taken different numbers of steps, so their counters are averaged too. In a plain mean all counters are
-            equal and the first is taken, as it is for leaves that are no numbers.
+        weight_N: weight of each replica, normalized here; None for the weights `more["shares"]` of decentralized SGD,
+            or without them the plain mean. Replicas of unequal weight may have taken different numbers of steps, so
+            their counters are averaged too. In a plain mean all counters are equal and the first is taken, as it is for
+            leaves that are no numbers.
     """
     if not state.replicas:
         return state
+    if weight_N is None and isinstance(state.more, dict) and "shares" in state.more:
+        weight_N = np.asarray(state.more["shares"], np.float64)
     count = int(state.replicas)
     share_N = None if weight_N is None else np.asarray(weight_N, np.float64) / np.sum(weight_N)
     first = jax.tree.map(_first, state.core)  # parameters that are not trained are the same in all replicas

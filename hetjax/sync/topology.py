@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 
 Pairs = tuple[tuple[int, int], ...]  # (sender, receiver)
 KeptEntries = Callable[[int, int], list[int]]  # see hetjax.fleet.membership.kept_entries
+_SHARE_FLOOR = 1 / 8  # of 1 / N
 _SUM_TOLERANCE = 1e-6  # for the sums of rows and columns: a file may hold float32
 
 
@@ -31,6 +33,7 @@ class Mixing:
     weight_RxW: np.ndarray  # float64, weight of what a worker receives; 0 where it receives nothing
     probability_R: np.ndarray | None = None
     uniform: bool = False  # all W_ij = 1/N: one all-reduce instead of rounds
+    symmetric: bool = False  # W = W^T, which `weighted` needs
     name: str = "custom"
 
     def active(self, seed: int, step: int) -> np.ndarray:
@@ -38,6 +41,36 @@ class Mixing:
         if self.probability_R is None:
             return np.ones(len(self.rounds), bool)
         return np.random.default_rng([seed & 0xFFFFFFFF, step]).random(len(self.rounds)) < self.probability_R
+
+    def shares(self, counts_W: np.ndarray) -> np.ndarray:
+        """The stationary weights pi of mixing for a step with these counts b; they sum to 1.
+
+            pi_i ~ max(b_i / B, 1 / (8 N)),   or 1 / N if W is not symmetric
+
+        Without a floor a worker with few samples or none would cut the graph: nobody would take its parameters.
+        """
+        if not (self.symmetric or self.uniform) or not counts_W.any():
+            return np.full(self.workers, 1 / self.workers)
+        floored_W = np.maximum(counts_W / counts_W.sum(), _SHARE_FLOOR / self.workers)
+        return floored_W / floored_W.sum()
+
+    def weighted(self, share_W: np.ndarray) -> np.ndarray:
+        """`weight_RxW` of the row-stochastic W' with stationary weights `share_W` (Metropolis-Hastings).
+
+            W'_ij = W_ij min(1, pi_j / pi_i),  i != j,     so that  pi_i W'_ij = pi_j W'_ji  and  pi^T W' = pi^T
+
+        Equal shares give W itself.
+        """
+        return self.weight_RxW * np.minimum(1.0, share_W[self._sender_RxW] / share_W)
+
+    @cached_property
+    def _sender_RxW(self) -> np.ndarray:
+        """Whose parameters a worker receives in a round; its own index if it receives nothing."""
+        sender_RxW = np.tile(np.arange(self.workers), (len(self.rounds), 1))
+        for r, pairs in enumerate(self.rounds):
+            for sender, receiver in pairs:
+                sender_RxW[r, receiver] = sender
+        return sender_RxW
 
     @classmethod
     def of(cls, matrix: np.ndarray, name: str = "custom") -> Mixing:
@@ -50,7 +83,7 @@ class Mixing:
         for weight_W, pairs in zip(weight_RxW, rounds, strict=True):
             for sender, receiver in pairs:
                 weight_W[receiver] = matrix[receiver, sender]
-        return cls(workers, rounds, weight_RxW, name=name)
+        return cls(workers, rounds, weight_RxW, name=name, symmetric=bool(np.allclose(matrix, matrix.T, atol=1e-9)))
 
 
 def ring(workers: int) -> np.ndarray:
@@ -215,7 +248,8 @@ def matcha(matrix: np.ndarray, budget: float, name: str = "custom") -> Mixing:
     alpha = mixing_weight(laplacian_MxWxW, probability_M)
     rounds = tuple(tuple(sorted([*matching, *((b, a) for a, b in matching)])) for matching in found)
     weight_MxW = np.array([[alpha if any(w in pair for pair in m) else 0.0 for w in range(workers)] for m in found])
-    return Mixing(workers, rounds, weight_MxW.reshape(-1, workers), probability_M, name=f"MATCHA on {name}")
+    weight_MxW = weight_MxW.reshape(-1, workers)
+    return Mixing(workers, rounds, weight_MxW, probability_M, name=f"MATCHA on {name}", symmetric=True)
 
 
 def laplacian(pairs: Iterable[tuple[int, int]], workers: int) -> np.ndarray:

@@ -132,9 +132,9 @@ def test_the_fastest_and_the_slowest_are_swapped():
 
 
 def test_names_and_periods_of_controllers():
-    assert _parse_controller("dbs") == ("dbs", {"every": 5})
-    assert _parse_controller("dbs@7") == ("dbs", {"every": 7})
-    assert _parse_controller("balanced") == ("balanced", {})
+    assert _parse_controller("dbs") == ("dbs@5", "dbs", {"every": 5})  # not DBS as published: the table says so
+    assert _parse_controller("dbs@7") == ("dbs@7", "dbs", {"every": 7})
+    assert _parse_controller("balanced") == ("balanced", "balanced", {})
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_namespaces_are_removed_after_an_exception():
 
 def test_a_quick_run(tmp_path):
     path = tmp_path / "daso.json"
-    command = [sys.executable, "experiments/bench_daso.py", "--quick", "--methods", "allreduce,daso"]
+    command = [sys.executable, "experiments/bench_daso.py", "--quick", "--methods", "allreduce,allreduce-16,daso"]
     kept = os.environ | {"XLA_FLAGS": quick_compiles.FLAGS}
     began = time.time()
     bench = subprocess.Popen(
@@ -145,9 +145,10 @@ def test_a_quick_run(tmp_path):
     assert bench.returncode == 0, output
     ((link, methods),) = json.loads(path.read_text()).items()
     assert link.startswith("100 Mbit/s")
-    assert set(methods) == {"allreduce", "daso"}
+    assert set(methods) == {"allreduce", "allreduce-16", "daso"}
     assert methods["allreduce"]["exchanges"] == 12
     assert methods["allreduce"]["bytes"] == 12 * 4 * 1_068_810
+    assert methods["allreduce-16"]["bytes"] < 0.51 * methods["allreduce"]["bytes"]
     for means in methods.values():
         assert 0 < means["epoch_s"] < means["run_s"] < time.time() - began
         assert 0.2 < means["accuracy"] <= 1

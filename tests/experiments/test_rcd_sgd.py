@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 from studies import rcd_sgd
 from studies.rcd_sgd import Args, Curve
@@ -56,4 +57,20 @@ def test_the_table_has_all_blocks_and_rules():
     kinds = ("random", "class-balanced", "facility-location", "graph-cut")
     assert {(kind, every) for kind in kinds for every in (1, 2)} <= named
     assert {(f"{kinds[2]}, {rule}", 2) for rule in ("min-block", "per-rate", "fill")} <= named
-    assert len(rcd_sgd.setups(Args(quick=True))) == 9
+    quick = rcd_sgd.setups(Args(quick=True))
+    assert len(quick) == 12
+    assert (quick[0].name, quick[0].every) == ("even", 1)  # where the paper starts
+    assert [row.name for row in quick if row.matcha] == ["random, MATCHA", "facility-location, MATCHA"]
+
+
+def test_even_blocks_are_of_equal_size_and_matcha_is_compared_with_random_blocks_under_matcha():
+    task = rcd_sgd.make_task("digits", "mlp", seed=0, hidden=(4,), dropout=0.0)
+    blocks = rcd_sgd.setups(Args())[0].blocks(task, np.array([4.0, 2.0, 1.0, 1.0]), 0)
+    assert np.ptp(np.bincount(blocks.owner_D)) <= 1
+    curve = lambda steps: {
+        "step": [0, steps], "seconds": [0.0, 1.0], "loss": [1.0, 0.0], "accuracy": [0.0] * 2, "sent_mb": [0.0, 1.0],
+        "overruns": 0.0,
+    }  # fmt: skip
+    found = {"random, F=2": [curve(10)], "random, MATCHA, F=2": [curve(40)], "graph-cut, MATCHA, F=2": [curve(20)]}
+    rows = rcd_sgd.summary(Args(target=0.1), found)
+    assert [row["against_random"] for row in rows] == [1, 1, 0.5]

@@ -9,6 +9,7 @@ import pytest
 
 from hetjax.planning.controllers import Observation, make
 from hetjax.planning.limits import Limits
+from hetjax.sampling.shards import ProportionalSampler
 
 
 def observe(controller, counts, times, step=0, epoch=0):
@@ -92,6 +93,24 @@ def test_faithful_dbs_weights_the_short_step_like_a_full_one():
     short = controller.plan(3, limits, epoch=1)
     assert short.counts_W.tolist() == [2, 1]
     np.testing.assert_allclose(short.weights_W, [3 * 0.8 / 2, 3 * 0.2 / 1])
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("dp", [0.5, 0.5]), ("edp", [0.4, 0.1]), ("dbs", [0.8, 0.2])],  # a_i of g = sum_i a_i g_i with p = 0.8, 0.2
+)
+def test_faithful_weights_follow_the_counts_of_each_step(name, expected):
+    """Steps of a proportional partition differ from the plan by a sample; every one of them must weigh alike."""
+    limits, controller = Limits.plain(2, 10), make(name, faithful=True)
+    observe(controller, controller.plan(10, limits).counts_W, [1.0, 4.0])
+    sampler = ProportionalSampler(47, 10, seed=1)
+    cursor, seen = 47, set()
+    while cursor < 2 * 47:
+        span, plan = sampler.next(cursor, lambda batch, epoch: controller.plan(10, limits, epoch))
+        cursor += span.stop - span.start
+        seen.add(tuple(plan.counts_W))
+        np.testing.assert_allclose(plan.weights_W * plan.counts_W / plan.counts_W.sum(), expected, rtol=1e-12)
+    assert len(seen) > 1
 
 
 def test_proportional_by_hand():

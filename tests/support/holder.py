@@ -14,7 +14,7 @@ class Holder:
         return getattr(self.reduce, name)
 
     def step(self, results, slots, span):
-        plan = Plan(np.zeros(len(self.reduce.workers), np.int64))
+        plan = Plan(np.array([result.rows for result in results]))
         step = PlannedStep(self.made, span, plan, np.zeros(0))
         self.core, self.tail = self.reduce(self.core, [result.parts for result in results], slots, step)
         self.made += 1

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -211,3 +212,22 @@ def test_matcha_rejects_invalid_budgets_and_graphs():
     one_way = (np.eye(4) + np.roll(np.eye(4), 1, axis=0)) / 2
     with pytest.raises(ValueError, match="symmetric"):
         matcha(one_way, 0.5)
+
+
+@pytest.mark.parametrize("name", ["ring", "matcha"])
+def test_weighted_mixing_keeps_the_shares_and_is_w_itself_for_equal_ones(name):
+    mixing = Mixing.of(ring(5)) if name == "ring" else matcha(ring(5), 0.5)
+    counts_W = np.array([8, 4, 2, 1, 0])
+    share_W = mixing.shares(counts_W)
+    np.testing.assert_allclose(share_W * (1 + 1 / 40), np.array([8, 4, 2, 1, 15 / 40]) / 15)  # the floor is 1 / (8 N)
+    # A round of MATCHA is a matching and keeps them by itself.
+    for active_R in (None, *([np.arange(len(mixing.rounds)) == 0] if name == "matcha" else [])):
+        weighted = mixing_matrix(replace(mixing, weight_RxW=mixing.weighted(share_W)), active_R)
+        np.testing.assert_allclose(share_W @ weighted, share_W)
+        np.testing.assert_allclose(weighted.sum(axis=1), 1)
+    np.testing.assert_array_equal(mixing.weighted(np.full(5, 0.2)), mixing.weight_RxW)
+
+
+def test_a_matrix_that_is_not_symmetric_keeps_equal_shares():
+    swapped = np.array([[0.5, 0.3, 0.2], [0.2, 0.5, 0.3], [0.3, 0.2, 0.5]])
+    np.testing.assert_allclose(Mixing.of(swapped).shares(np.array([4, 2, 1])), 1 / 3)

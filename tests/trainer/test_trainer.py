@@ -455,7 +455,7 @@ def test_weights_of_a_plan_scale_the_gradient_sum_of_each_worker(transport):
 
     class MeanOfMeans(RandomPlans):
         def plan(self, batch, limits, epoch=0):
-            return Plan(counts, weights_W=BATCH / (2 * counts))
+            return Plan(counts, mean_weights_W=np.full(2, 0.5))
 
     with trainer_for(made, controller=MeanOfMeans(0), transport=transport, optimizer=optax.sgd(1.0)) as trainer:
         state, _ = trainer.fit(trainer.init(made.params), made.data, steps=1)

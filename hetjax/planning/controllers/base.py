@@ -24,7 +24,21 @@ class Plan:
     counts_W: np.ndarray  # int64, sums to the batch of the step
     changed: bool = False  # differs from the plan of the last full step
     reason: str = ""  # for the log: "first plan", "worker 2 holds up the others: predicted gain 18%"
-    weights_W: np.ndarray | None = None  # factor on worker i's gradient sum; None: 1 for all, which is unbiased
+    # a_i of a step's gradient sum_i a_i g_i, g_i the mean of worker i; None: a_i = b_i / B, which is unbiased
+    mean_weights_W: np.ndarray | None = None
+
+    @cached_property
+    def weights_W(self) -> np.ndarray | None:
+        """The factor B a_i / b_i on worker i's gradient sum, from the counts of THIS step; None: 1 for all.
+
+        A partition into shards replaces the counts of a plan step by step, so weights that were computed once would be
+        those of another step.
+        """
+        if self.mean_weights_W is None:
+            return None
+        used_W = self.counts_W > 0
+        factor_W = self.counts_W.sum() * self.mean_weights_W / np.where(used_W, self.counts_W, 1)
+        return np.where(used_W, factor_W, 0.0)
 
     @cached_property
     def bounds_W1(self) -> np.ndarray:
@@ -132,8 +146,8 @@ class ControllerBase(ABC, Generic[StateT]):
         """Counts for a batch of another size, or under changed limits."""
         return largest_remainder(self.shares(counts_W, limits), limits, batch)
 
-    def weights(self, counts_W: np.ndarray, batch: int) -> np.ndarray | None:
-        """`Plan.weights_W` of a step with these counts."""
+    def mean_weights(self) -> np.ndarray | None:
+        """`Plan.mean_weights_W` of the plans from here on."""
         return None
 
     def plan(self, batch: int, limits: Limits, epoch: int = 0) -> Plan:
@@ -141,7 +155,7 @@ class ControllerBase(ABC, Generic[StateT]):
         if limits.workers != self.state.workers:
             self._reset(limits.workers)
         counts_W, changed, reason = self._counts(batch, limits, epoch)
-        return Plan(counts_W, changed, reason, self.weights(counts_W, batch))
+        return Plan(counts_W, changed, reason, self.mean_weights())
 
     def _counts(self, batch: int, limits: Limits, epoch: int) -> tuple[np.ndarray, bool, str]:
         state = self.state

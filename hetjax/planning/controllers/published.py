@@ -38,23 +38,14 @@ def partition_shares(share_W: np.ndarray, counts_W: np.ndarray, timings: Timings
     return share_W / share_W.sum()
 
 
-def mean_of_means_weights(counts_W: np.ndarray, share_W: np.ndarray, batch: int) -> np.ndarray:
-    """weights_i = B / (N b_i), which gives g = (1/N) sum_i g_i, g_i the mean gradient of worker i."""
-    used_W = counts_W > 0
-    return np.where(used_W, batch / (len(counts_W) * np.where(used_W, counts_W, 1)), 0.0)
+def mean_of_means(share_W: np.ndarray) -> np.ndarray:
+    """a_i = 1 / N, which gives g = (1/N) sum_i g_i, g_i the mean gradient of worker i."""
+    return np.full(len(share_W), 1.0 / len(share_W))
 
 
-def share_weights_over_workers(counts_W: np.ndarray, share_W: np.ndarray, batch: int) -> np.ndarray:
-    """weights_i = B p_i / (N b_i), which gives g = (1/N) sum_i p_i g_i, g_i the mean gradient of worker i."""
-    used_W = counts_W > 0
-    per_sample_W = share_W / (len(counts_W) * np.where(used_W, counts_W, 1))
-    return np.where(used_W, batch * per_sample_W, 0.0)
-
-
-def share_weights(counts_W: np.ndarray, share_W: np.ndarray, batch: int) -> np.ndarray:
-    """weights_i = B p_i / b_i, which gives g = sum_i p_i g_i, g_i the mean gradient of worker i."""
-    used_W = counts_W > 0
-    return np.where(used_W, batch * share_W / np.where(used_W, counts_W, 1), 0.0)
+def shares_over_workers(share_W: np.ndarray) -> np.ndarray:
+    """a_i = p_i / N, which gives g = (1/N) sum_i p_i g_i, g_i the mean gradient of worker i."""
+    return share_W / len(share_W)
 
 
 def slowest_and_fastest(times_W: np.ndarray, timed_W: np.ndarray) -> tuple[int, int]:
@@ -116,7 +107,7 @@ class Dp(ControllerBase[PartitionState]):
     """
 
     name = "dp"
-    faithful_weights = staticmethod(mean_of_means_weights)
+    faithful_weights = staticmethod(mean_of_means)
 
     def __init__(self, every: Every = "epoch", faithful: bool = False) -> None:
         self.every, self.faithful = check_every(every), faithful
@@ -144,8 +135,8 @@ class Dp(ControllerBase[PartitionState]):
         state.timings.clear()
         return new_W, "shares by throughput"
 
-    def weights(self, counts_W: np.ndarray, batch: int) -> np.ndarray | None:
-        return self.faithful_weights(counts_W, self.state.share_W, batch) if self.faithful else None
+    def mean_weights(self) -> np.ndarray | None:
+        return self.faithful_weights(self.state.share_W) if self.faithful else None
 
 
 class Edp(Dp):
@@ -158,7 +149,7 @@ class Edp(Dp):
     """
 
     name = "edp"
-    faithful_weights = staticmethod(share_weights_over_workers)
+    faithful_weights = staticmethod(shares_over_workers)
 
 
 @dataclass
@@ -176,8 +167,9 @@ class Dbs(ControllerBase[DbsState]):
 
     Args:
         every: Number of steps between two updates, or "epoch".
-        faithful: The published form: `round_half_up`, topped up to sum to B, and workers weigh p_i in the short last
-            step of an epoch, too: g = sum_i p_i g_i, g_i the mean over its samples.
+        faithful: The published form: `round_half_up`, topped up to sum to B, and workers weigh p_i in every step,
+            also in one whose counts differ, such as the short last step of an epoch: g = sum_i p_i g_i, g_i the mean
+            over its samples.
     """
 
     name = "dbs"
@@ -202,11 +194,9 @@ class Dbs(ControllerBase[DbsState]):
         state.timings.clear()
         return largest_remainder(share_W, limits, state.usual, least=1), "shares by throughput"
 
-    def weights(self, counts_W: np.ndarray, batch: int) -> np.ndarray | None:
+    def mean_weights(self) -> np.ndarray | None:
         state = self.state
-        if not self.faithful or batch == state.usual or state.counts_W is None:
-            return None
-        return share_weights(counts_W, state.counts_W / state.usual, batch)
+        return state.counts_W / state.usual if self.faithful and state.counts_W is not None else None
 
 
 @dataclass

@@ -51,17 +51,20 @@ class Daso(Sync):
         cool_down: the same at the end, with the same default.
         stability: relative decrease of the loss that counts as progress.
         blend: 'delta' or 'paper', how a stale mean is blended in (default: 'delta', or 'paper' if faithful).
-        wire: 'bfloat16' sends differences to the last mean in 16 bits, 'full' parameters as they are.
+        wire: 'bfloat16' sends differences to the last mean in 16 bits, 'full' parameters as they are. If faithful, 16
+            bits are used while nodes block and 32 in between.
         wait: 'auto' receives an exchange when it can have arrived, at the latest with the next one; 'paper' after a
             quarter of the skip, so that nodes block for the rest on a slow link (default: 'auto', or 'paper' if
             faithful).
         overlap: False blocks on every exchange, which is local SGD.
         between: with several processes, 'balanced' (all nodes take the same steps, with samples in proportion to their
-            speed), 'equal' (with equal samples), or 'steps' (equal samples per step, and steps in proportion to speed).
-        faithful: as published: equal weights for all nodes, parameters instead of gradients in blocking phases, and the
-            late receive of `DasoSchedule`.
+            speed), 'equal' (with equal samples), or 'steps' (equal samples per step, and steps in proportion to speed)
+            (default: 'balanced', or 'equal' if faithful).
+        faithful: as published: equal nodes of equal weight, parameters instead of gradients in blocking phases, and the
+            receive of `DasoSchedule`.
         wait_limit: seconds to wait for a straggling node.
         link: bandwidth in bits per second of a simulated link between nodes.
+        gradient_wire: 'bfloat16' sums gradients in 16 bits while nodes agree in every step, 'full' as they are.
 
     Raises:
         ValueError: If an option is not one of its choices or out of range.
@@ -81,16 +84,26 @@ class Daso(Sync):
         wire: str = "bfloat16",
         wait: str | None = None,
         overlap: bool = True,
-        between: str = "balanced",
+        between: str | None = None,
         faithful: bool = False,
         wait_limit: float = 300.0,
         link: float | None = None,
+        gradient_wire: str = "full",
     ):
         blend, wait = blend or ("paper" if faithful else "delta"), wait or ("paper" if faithful else "auto")
-        choices = ("blend", blend, BLENDS), ("wire", wire, WIRES), ("wait", wait, WAITS), ("between", between, RULES)
+        between = between or ("equal" if faithful else "balanced")
+        choices = (
+            ("blend", blend, BLENDS), ("wire", wire, WIRES), ("wait", wait, WAITS), ("between", between, RULES),
+            ("gradient_wire", gradient_wire, WIRES),
+        )  # fmt: skip
         for what, value, known in choices:
             if value not in known:
                 raise ValueError(f"{what} is {value!r}: expected one of {', '.join(known)}.")
+        if faithful and between != "equal":
+            raise ValueError(
+                f"between is {between!r}, but the published method gives all nodes the same samples and the same "
+                "weight: leave out faithful, or use between='equal'."
+            )
         self.nodes, self.warm_up, self.cool_down = nodes, warm_up, cool_down
         self._options: dict[str, Any] = {
             "max_skip": whole("max_skip", max_skip, 1),
@@ -98,7 +111,7 @@ class Daso(Sync):
             "overlap": overlap,
             "faithful": faithful,
         }
-        self.config = DasoConfig(blend, wire, wait, faithful)
+        self.config = DasoConfig(blend, wire, wait, faithful, gradient_wire)
         self.schedule = DasoSchedule(**self._options)  # checks the options now
         self.between, self.wait_limit, self.link = between, wait_limit, link
         self.sharing: NodeAllocator | None = None  # over several processes
@@ -247,6 +260,12 @@ class Daso(Sync):
                 reduce.resume(rows(more["notes"]), [], [], None)
 
     def _check(self, context: SyncContext, layout: NodeLayout) -> None:
+        sizes = [len(workers) for workers in layout.workers]
+        if self.config.faithful and min(sizes) < max(sizes):
+            raise ValueError(
+                f"The nodes have {sizes} workers, but the published method assumes equal nodes: give nodes of equal "
+                "size, or leave out faithful."
+            )
         for j, workers in zip(layout.local, layout.workers, strict=True):
             if len(workers.kinds) > 1 or context.options.transport == "host":
                 raise ValueError(

@@ -44,6 +44,12 @@ class DasoConfig:
     wire: str = "bfloat16"
     wait: str = "auto"
     faithful: bool = False
+    gradient_wire: str = "full"
+
+    @property
+    def gradient_kind(self) -> str:
+        """The kind of exchange that sums gradients (`exchange.KINDS`)."""
+        return "compressed-total" if self.gradient_wire == "bfloat16" else "total"
 
 
 class ExchangeRecord(NamedTuple):
@@ -135,18 +141,19 @@ class DasoReduce:
         self._tails_n = tails_n  # read for the message of an exchange of gradients
         self._message_N = self._reports_n = self._scalars = None
         self._stop_requested = self._save_requested = False
-        last, cycling = span.end == self.samples, self.schedule.skip > 0
-        actions = self.schedule.step(last)
+        left = -(-(self.samples - span.end) // max(span.advance, 1))  # steps of the epoch after this one
+        last, cycling = left == 0, self.schedule.skip > 0
+        compressed = self._compressed and self.schedule.compresses(last)
+        actions = self.schedule.step(left)
         if actions.sum_gradients:
             sums_n = [node.lead(x) for node, x in zip(self.nodes, totals_n, strict=True)]
-            exchange = self._start("total", sums_n, self._take_messages())
+            exchange = self._start(self.config.gradient_kind, sums_n, self._take_messages())
             totals_n = [self._wait_for(exchange).leaves] * len(self.nodes)
         moved_n = [node.apply(*given) for node, *given in zip(self.nodes, core_n, totals_n, tails_n, strict=True)]
         core_n, self._tails_n = [core for core, *_ in moved_n], [tail for *_, tail in moved_n]
         if actions.sum_gradients:
             self._scalars = moved_n[0][1]
-        # The mean at the end of an epoch is never compressed, as nodes continue from it.
-        core_n = self._agree(core_n, actions, compressed=self._compressed and not last)
+        core_n = self._agree(core_n, actions, compressed)
         if last:
             core_n = self._end_epoch(core_n, cycling)
         return core_n, self._tails_n
@@ -346,7 +353,8 @@ class DasoReduce:
         if sent_n:
             placed = lambda node, leaves: jax.tree.unflatten(tree, [node.put(leaf) for leaf in leaves])
             parts_n = [placed(node, leaves) for node, leaves in zip(self.nodes, sent_n, strict=True)]
-            self._send(parts_n, [message(words) for words in sent_words_n], self._compressed)
+            compressed = self._compressed and self.schedule.compresses(last=False)
+            self._send(parts_n, [message(words) for words in sent_words_n], compressed)
 
     def replicas(self, core_n: list[Tree], tail: Any) -> Replicas:
         """What each worker computes with: the parameters of its node."""

@@ -64,9 +64,12 @@ class DasoSchedule:
     On a slow link an exchange may take longer than the paper's wait, and all nodes would block for the rest. If
     `exchange_steps` is known, the average is received that much later, at the latest with the next send.
 
-    `faithful` keeps two properties of the published code: the step before a send never receives, so that at skip 2 the
-    average is received a step later than planned, and blending uses the planned wait instead of the true staleness. Its
-    local skip, which lets the workers of a node diverge and then discards all but one, exists in neither form.
+    `faithful` keeps the receive of the published code. It caps the wait at the steps left in the epoch, anew in every
+    step, and receives in step b if b % skip equals the capped wait: at skip 8 and wait 2, an epoch of 3 mod 8 steps
+    receives its last average after one step, one of 4 mod 8 steps only with the last send. The step before a send never
+    receives, so that at skip 2 the average comes a step later than planned. Blending uses the wait capped when sending
+    instead of the true staleness. Its local skip, which lets the workers of a node diverge and then discards all but
+    one, exists in neither form.
     """
 
     warm_up: int = 4
@@ -108,30 +111,41 @@ class DasoSchedule:
         """Whether the nodes agree in every step of this epoch, counted from 0; known in advance."""
         return epoch < self.warm_up or (self.total is not None and epoch >= self.total - self.cool_down)
 
-    def step(self, last: bool) -> StepActions:
-        """The actions of the next step; `last`: it ends the epoch."""
-        b, self.steps_done = self.steps_done, self.steps_done + 1
+    def step(self, left: int) -> StepActions:
+        """The actions of the next step; `left`: steps of the epoch after it, 0 for the last."""
+        b, last, self.steps_done = self.steps_done, left == 0, self.steps_done + 1
         if self.skip == 0 and not self.faithful:
             return StepActions(sum_gradients=True)
         send = last or self.skip == 0 or b % self.skip == 0
-        receive = self._received_staleness(b, send)
+        receive = self._received_staleness(b, send, left)
         block = send and (last or self.wait == 0)
         if send:
             self.sent = None if block else b
         return StepActions(send=send, receive=receive, block=block)
 
-    def _received_staleness(self, b: int, send: bool) -> int:
+    def compresses(self, last: bool) -> bool:
+        """Whether parameters sent in the next step may travel in 16 bits.
+
+        As published (`faithful`), while nodes block; in the cycling phase the original sends 32 bits. By default the
+        other way round, except for the mean that ends an epoch, from which nodes continue; gradients are summed while
+        they block.
+        """
+        return self.skip == 0 if self.faithful else not last
+
+    def _received_staleness(self, b: int, send: bool, left: int) -> int:
         """The staleness with which the pending average is blended in step b; 0 if it is not received now."""
         if self.sent is None:
             return 0
         staleness = b - self.sent
+        planned = min(self.wait, left + staleness)  # as capped when sending
         if not send:
-            if self.faithful and (b + 1) % self.skip == 0:
-                return 0
-            if staleness < max(self.wait, self.exchange_steps):
+            if self.faithful:
+                if (b + 1) % self.skip == 0 or b % self.skip != min(self.wait, left):
+                    return 0
+            elif staleness < max(self.wait, self.exchange_steps):
                 return 0
         self.sent = None
-        return min(staleness, self.wait) if self.faithful else staleness
+        return planned if self.faithful else staleness
 
     def end_epoch(self, loss: float) -> None:
         """Set skip and wait for the next epoch, given the mean loss of this one."""

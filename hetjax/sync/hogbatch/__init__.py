@@ -6,7 +6,7 @@ after every mega-batch.
 
 One update, from free worker to applied gradient:
 
-1. A driver runs the workers: threads.py in real time, one thread each, with a watchdog for workers that hang;
+1. A driver runs the workers: threads.py in real time, one thread each or several, with a watchdog for those that hang;
    virtual.py on a seeded virtual clock, reproducible to the bit.
 2. A free worker takes a `WorkItem` from the coordinator (coordinator.py): the next range of samples from the pool
    (sampling/ranges.py, each sample once per epoch), of the worker's current batch size. Sizes and the factor on the

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ from hetjax.sampling.ranges import Range, RangePool
 from hetjax.state import State
 from hetjax.sync.hogbatch.method import Method, ReplicaUnreachable, WorkItem
 from hetjax.sync.hogbatch.rules import Rate
+
+Lane = tuple[int, int]  # a worker, and one of its threads
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class AppliedUpdate:
     began: float  # of the local phase
     ended: float
     applied: float
+    thread: int = 0  # of the worker
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class UpdateEvent:
     update: AppliedUpdate
     report: jax.Array  # its loss and metrics, as `StepReport` reads them
     seen: int  # samples learned from since the start of training
-    started_W: tuple[float | None, ...]  # of the items in flight; None: idle, or waiting for rows
+    started_W: tuple[tuple[float, ...], ...]  # of each worker's items in flight, those waiting for rows left out
     resume_point: ResumePoint | None  # set when the update completes a step's worth of samples
 
 
@@ -85,6 +88,7 @@ class Coordinator:
         method: What becomes of a worker's sums.
         rate: The factors on gradients and updates.
         workers: Their number.
+        threads_W: Threads of each worker, which take ranges independently of each other; default: 1 each.
         clock: Seconds, real or virtual.
         step_of: Converts samples to whole steps; an update that completes a step carries a resume point.
     """
@@ -98,6 +102,7 @@ class Coordinator:
         *,
         clock: Callable[[], float],
         step_of: Callable[[int], int],
+        threads_W: Sequence[int] | None = None,
     ):
         self.pool, self.method, self.rate = pool, method, rate
         self.clock, self.step_of = clock, step_of
@@ -105,34 +110,36 @@ class Coordinator:
         self.error: BaseException | None = None  # ends the run: a failed merge, or the failure of the last worker
         self.step = step_of(pool.cursor)  # of the last resume point
         self._workers = workers
+        each_W = [1] * workers if threads_W is None else threads_W
+        self.lanes: list[Lane] = [(worker, k) for worker, threads in enumerate(each_W) for k in range(threads)]
         self._active = set(range(workers))
-        self._in_flight: dict[int, WorkItem] = {}
+        self._in_flight: dict[Lane, WorkItem] = {}
         self._closed = False
         self._changed = threading.Condition()
 
     # -- called by workers --
 
-    def take(self, worker: int) -> WorkItem | None:
+    def take(self, worker: int, thread: int = 0) -> WorkItem | None:
         """The next work item; blocks while one may become available. None: the worker is done."""
         with self._changed:
-            while (item := self._try_take(worker)) is None and not self._done_for(worker):
+            while (item := self._try_take(worker, thread)) is None and not self._done_for(worker):
                 self._changed.wait()
             return item
 
-    def try_take(self, worker: int) -> WorkItem | None:
+    def try_take(self, worker: int, thread: int = 0) -> WorkItem | None:
         """The next work item without blocking; None: there is none at present."""
         with self._changed:
-            return self._try_take(worker)
+            return self._try_take(worker, thread)
 
     def finish(self, item: WorkItem, result: LocalResult) -> None:
         """Commits a worker's sums, unless the item was taken away from it in the meantime."""
         prepared = self.method.prepare(item, result)
         with self._changed:
-            if self._in_flight.get(item.worker) is not item:
+            if self._in_flight.get((item.worker, item.thread)) is not item:
                 self._rejoin(item.worker)
                 return
             committed = self.method.commit(item, prepared)
-            del self._in_flight[item.worker]
+            del self._in_flight[item.worker, item.thread]
             for span in committed.done:
                 self.pool.done(span)
             self._check_idle()
@@ -148,9 +155,10 @@ class Coordinator:
                 began=result.began,
                 ended=result.ended,
                 applied=self.clock(),
+                thread=item.thread,
             )
             self.events.put(
-                UpdateEvent(update, committed.report, self._seen(), self._started_W(), self._resume_point_if_due())
+                UpdateEvent(update, committed.report, self._seen(), self._in_flight_W(), self._resume_point_if_due())
             )
             self._changed.notify_all()
 
@@ -160,8 +168,8 @@ class Coordinator:
         Ignored once the run has ended, or if the worker no longer holds `item`: then it did not hang after all.
         """
         with self._changed:
-            current = self._in_flight.get(worker)
-            if worker not in self._active or (self._closed and current is None) or item not in (None, current):
+            current = [held for (of, _), held in self._in_flight.items() if of == worker]
+            if worker not in self._active or (self._closed and not current) or item not in (None, *current):
                 return
             self._drop(worker, error)
             self._check_idle()
@@ -198,6 +206,11 @@ class Coordinator:
         with self._changed:
             return list(self._in_flight.values())
 
+    def holds(self, item: WorkItem) -> bool:
+        """Whether the item is still its worker's."""
+        with self._changed:
+            return self._in_flight.get((item.worker, item.thread)) is item
+
     def resume_point(self) -> ResumePoint:
         """The current state, without the items in flight."""
         with self._changed:
@@ -209,8 +222,8 @@ class Coordinator:
 
     # -- under the lock --
 
-    def _try_take(self, worker: int) -> WorkItem | None:
-        if self._closed or worker not in self._active or worker in self._in_flight:
+    def _try_take(self, worker: int, thread: int) -> WorkItem | None:
+        if self._closed or worker not in self._active or (worker, thread) in self._in_flight:
             return None
         if not self.pool.available or not self.method.may_start(self._in_flight.values()):
             return None
@@ -218,8 +231,8 @@ class Coordinator:
         span = self.pool.take(batch)
         assert span is not None
         scale, rate = self.rate.scale(span, batch), self.rate.at(self._seen())
-        item = WorkItem(worker, span, batch, scale, rate, self.clock(), self.method.version)
-        self._in_flight[worker] = item
+        item = WorkItem(worker, span, batch, scale, rate, self.clock(), self.method.version, thread=thread)
+        self._in_flight[worker, thread] = item
         return item
 
     def _done_for(self, worker: int) -> bool:
@@ -227,8 +240,8 @@ class Coordinator:
 
     def _drop(self, worker: int, error: BaseException) -> None:
         self._active.discard(worker)
-        item = self._in_flight.pop(worker, None)
-        spans = (*([] if item is None else [item.span]), *self.method.drop_worker(worker))
+        held = [self._in_flight.pop(lane).span for lane in self.lanes if lane[0] == worker and lane in self._in_flight]
+        spans = (*held, *self.method.drop_worker(worker))
         for span in spans:
             self.pool.give_back(span)
         if not self._active:
@@ -259,8 +272,12 @@ class Coordinator:
     def _seen(self) -> int:
         return self.pool.cursor + self.method.pending
 
-    def _started_W(self) -> tuple[float | None, ...]:
-        return tuple(self._in_flight[i].started if i in self._in_flight else None for i in range(self._workers))
+    def _in_flight_W(self) -> tuple[tuple[float, ...], ...]:
+        started: list[list[float]] = [[] for _ in range(self._workers)]
+        for item in self._in_flight.values():
+            if item.started is not None:
+                started[item.worker].append(item.started)
+        return tuple(map(tuple, started))
 
     def _resume_point_if_due(self) -> ResumePoint | None:
         step = self.step_of(self._seen())

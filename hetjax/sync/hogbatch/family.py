@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from typing import Any
@@ -31,6 +32,7 @@ from hetjax.sync.hogbatch.rules import (
     DEAD_ZONE,
     DEFAULT_MOMENTUM,
     PUBLISHED_MOMENTUM,
+    PUBLISHED_THREADS,
     SCALE_CAP,
     BatchBounds,
     Rate,
@@ -43,6 +45,18 @@ from hetjax.sync.replicas import average
 
 PerWorker = int | Sequence[int] | None  # one number for all workers, or one each
 _METRICS = "tally"  # key of the metrics in checkpoints, unchanged so that old ones load
+
+
+@dataclass(frozen=True)
+class MethodStart:
+    """What a method starts from: the job, and what a run that is resumed has left."""
+
+    job: FitJob
+    layout: Layout
+    state: State
+    batch_W: np.ndarray
+    updates_W: np.ndarray
+    epoch: int  # in which the updates were counted
 
 
 class Asynchronous(Sync):
@@ -113,8 +127,9 @@ class Asynchronous(Sync):
         rungs, batch = getattr(requested, "rungs", None), options["batch"]
         capacity_W = per_worker("capacity", options["capacity"], batch, workers)
         lower_W = None if self.smallest is None else per_worker("smallest", self.smallest, 1, workers)
-        self.bounds = BatchBounds.of(capacity_W, quantum, lower_W)
+        self.bounds = BatchBounds.of(capacity_W, quantum, lower_W, self._threads_W(workers))
         max_rows_W = None if requested.max_rows is None else per_worker("max_rows", requested.max_rows, batch, workers)
+        self.hold.threads_of = self.bounds.threads
         self.hold.hold = no_hold if simulation is None or self.replay is not None else simulation.hold
         return {
             "engine": Chunked(
@@ -143,7 +158,8 @@ class Asynchronous(Sync):
         if len(resumed.get("batches", ())) == len(workers):
             batch_W = np.clip(resumed["batches"], self.bounds.lower_W, self.bounds.upper_W)
             updates_W = np.array(resumed["updates"], np.int64)
-        method = self._method(job, session.layout, state, batch_W, updates_W)
+        epoch = resumed.get("epoch", state.cursor // job.sampler.size)
+        method = self._method(MethodStart(job, session.layout, state, batch_W, updates_W, epoch))
         if self.replay is None and job.simulation is not None and job.simulation.row_time is None:
             leaves = jax.tree.leaves((state.params, state.model_state))
             leaves_w = [jax.device_put(leaves, device) for device in workers.own]
@@ -164,6 +180,7 @@ class Asynchronous(Sync):
             pool,
             rate,
             hold=self.hold,
+            threads_W=self.bounds.threads_W,
             replay=self.replay,
             keep_host_state=self._keep_host_state,
             saved_metrics=resumed.get(_METRICS, {}),
@@ -183,8 +200,12 @@ class Asynchronous(Sync):
 
     # -- set-up --
 
-    def _method(self, job: FitJob, layout: Layout, state: State, batch_W: np.ndarray, updates_W: np.ndarray) -> Method:
+    def _method(self, start: MethodStart) -> Method:
         raise NotImplementedError
+
+    def _threads_W(self, workers: Workers) -> np.ndarray | None:
+        """Threads of each worker; None: 1 each."""
+        return None
 
     def _reference(self, job: FitJob) -> float:
         return float(job.batch)
@@ -219,27 +240,49 @@ class Hogbatch(Asynchronous):
     model equally, however few their samples.
 
     Args:
-        staleness_bound: Most updates by other workers between reading the model and one's own update (default: no
-            bound).
+        staleness_bound: Most updates by others between reading the model and one's own update (default: no bound).
+        threads: Hogwild threads of each worker. Each takes its part of the worker's batch, and reads, computes and
+            updates without waiting for the others (default: 1; if faithful, CPUs beside accelerators get one per
+            core, with `replay` the published 48).
         **options: See `Asynchronous`.
 
     Raises:
-        ValueError: If staleness_bound is negative.
+        ValueError: If staleness_bound is negative, or threads below 1.
         TypeError: If staleness_bound is not a whole number.
     """
 
     name = "hogbatch"
 
-    def __init__(self, *, staleness_bound: int | None = None, **options: Any):
+    def __init__(self, *, staleness_bound: int | None = None, threads: PerWorker = None, **options: Any):
         if self.name == "hogbatch" and options.get("faithful"):
             options.setdefault("scale_rate", False)
         super().__init__(**options)
+        self.threads, self.beta = threads, 1.0
         self.staleness_bound = None if staleness_bound is None else whole("staleness_bound", staleness_bound, 0)
 
-    def _method(self, job: FitJob, layout: Layout, state: State, batch_W: np.ndarray, updates_W: np.ndarray) -> Method:
-        devices = job.workers.own
-        model = SharedModel(layout, job.rule(state), state.core, home_device(devices))
-        return Immediate(model, devices, batch_W, updates_W, adapt=self._adapt(), bound=self.staleness_bound)
+    def _method(self, start: MethodStart) -> Method:
+        job, state, devices = start.job, start.state, start.job.workers.own
+        assert self.bounds is not None
+        return Immediate(
+            SharedModel(start.layout, job.rule(state), state.core, home_device(devices)),
+            devices,
+            start.batch_W,
+            start.updates_W,
+            adapt=self._adapt(),
+            bound=self.staleness_bound,
+            threads_W=self.bounds.threads_W,
+            beta=self.beta,
+            reset_by_epoch=self.faithful,
+            epoch=start.epoch,
+        )
+
+    def _threads_W(self, workers: Workers) -> np.ndarray | None:
+        if self.threads is not None:
+            return per_worker("threads", self.threads, 1, workers)
+        cpu_W = np.array([device.platform == "cpu" for device in workers.own])
+        if not self.faithful or cpu_W.all():
+            return None
+        return np.where(cpu_W, os.cpu_count() or 1 if self.replay is None else PUBLISHED_THREADS, 1)
 
     def _adapt(self) -> AdaptBatch | None:
         return None
@@ -248,26 +291,30 @@ class Hogbatch(Asynchronous):
 class AdaptiveHogbatch(Hogbatch):
     """Hogbatch whose batches adapt until all workers make equally many updates (see `rules.adapted_batch`).
 
-    Y. Ma, F. Rusu, arXiv 2004.08771. As published (`faithful`), there is no dead zone and no cap on the scale. Without
-    momentum, as in the paper, scaling gradients equals its lr_E = lr b_E / reference.
+    Y. Ma, F. Rusu, arXiv 2004.08771. As published (`faithful`), there is no dead zone and no cap on the scale, and
+    updates are counted anew in every epoch. Without momentum, as in the paper, scaling gradients equals its
+    lr_E = lr b_E / reference.
 
     Args:
         alpha: Factor of a change of batch.
+        beta: Weight of the updates of a worker with several threads, where workers are compared (default: 1).
         dead_zone: Batches move only when a worker is off the others by more updates than this (default: 4).
         **options: See `Hogbatch`.
 
     Raises:
-        ValueError: If alpha is not above 1, or dead_zone is negative.
+        ValueError: If alpha is not above 1, beta not above 0, or dead_zone negative.
         TypeError: If dead_zone is not a whole number.
     """
 
     name = "adaptive-hogbatch"
 
-    def __init__(self, *, alpha: float = ALPHA, dead_zone: int | None = None, **options: Any):
+    def __init__(self, *, alpha: float = ALPHA, beta: float = 1.0, dead_zone: int | None = None, **options: Any):
         super().__init__(**options)
         if not 1 < alpha < inf:
             raise ValueError(f"alpha is {alpha}: batches are multiplied and divided by it, so it must be above 1.")
-        self.alpha = alpha
+        if not 0 < beta < inf:
+            raise ValueError(f"beta is {beta}: expected the weight of a thread's update, above 0.")
+        self.alpha, self.beta = alpha, beta
         default = 0 if self.faithful else DEAD_ZONE
         self.dead_zone = default if dead_zone is None else whole("dead_zone", dead_zone, 0)
 
@@ -316,18 +363,18 @@ class AdaptiveSgd(Asynchronous):
         share = job.batch / len(job.workers)
         return share if self.faithful else share / (1 - self.momentum)
 
-    def _method(self, job: FitJob, layout: Layout, state: State, batch_W: np.ndarray, updates_W: np.ndarray) -> Method:
-        devices = job.workers.own
+    def _method(self, start: MethodStart) -> Method:
+        job, state, devices = start.job, start.state, start.job.workers.own
         assert self.bounds is not None
         return Merged(
-            layout,
+            start.layout,
             job.rule(state),
             state.core,
             state.more,
             devices,
             home_device(devices),
-            batch_W,
-            updates_W,
+            start.batch_W,
+            start.updates_W,
             bounds=self.bounds,
             quota=self.mega_batch or 8 * job.batch,
             beta_W=None if self.beta is None else np.full(len(devices), self.beta),

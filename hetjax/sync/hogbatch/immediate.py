@@ -63,6 +63,9 @@ class SharedModel:
 class Immediate:
     """The method of Hogbatch: shared model, batch sizes, staleness bound.
 
+    A worker with T threads is Hogwild: each thread takes 1 / T of the worker's batch, and reads, computes and updates
+    without waiting for the others. So the worker makes T updates with a batch; its batch is adapted once for all.
+
     The staleness of an update is the number of other updates between reading the model and applying it. With n items
     in flight, the oldest of which read the model v versions ago, no staleness can exceed v + n - 1: each commit of
     another item adds one to v and takes one from n. A further item starts only while this stays within the bound, so
@@ -80,10 +83,18 @@ class Immediate:
         *,
         adapt: AdaptBatch | None = None,
         bound: int | None = None,
+        threads_W: np.ndarray | None = None,
+        beta: float = 1.0,
+        reset_by_epoch: bool = False,
+        epoch: int = 0,
     ):
         self.model, self.devices = model, tuple(devices)
         self.batch_W, self.updates_W = np.array(batch_W, np.int64), np.array(updates_W, np.int64)
         self.adapt, self.bound = adapt, bound
+        self.threads_W = np.ones(len(self.batch_W), np.int64) if threads_W is None else threads_W
+        self.beta_W = np.where(self.threads_W > 1, beta, 1.0)  # weight of an update in comparisons
+        self.reset_by_epoch, self.epoch = reset_by_epoch, epoch
+        self._requests_W = np.zeros(len(self.batch_W), np.int64)
 
     @property
     def version(self) -> int:
@@ -96,9 +107,12 @@ class Immediate:
         return oldest + len(in_flight) <= self.bound
 
     def next_batch(self, worker: int, active_W: np.ndarray) -> int:
-        if self.adapt is not None:
-            self.batch_W[worker] = self.adapt(worker, self.batch_W, self.updates_W, active_W=active_W)
-        return int(self.batch_W[worker])
+        threads = int(self.threads_W[worker])
+        if self.adapt is not None and self._requests_W[worker] % threads == 0:
+            updates_W = self.updates_W * self.beta_W
+            self.batch_W[worker] = self.adapt(worker, self.batch_W, updates_W, active_W=active_W)
+        self._requests_W[worker] += 1
+        return max(int(self.batch_W[worker]) // threads, 1)
 
     def read(self, item: WorkItem) -> list[jax.Array]:
         snapshot = self.model.snapshot  # one load: no lock
@@ -111,6 +125,8 @@ class Immediate:
 
     def commit(self, item: WorkItem, prepared: Parts) -> CommitResult:
         version, report = self.model.apply(prepared, item.scale, item.rate)
+        if self.reset_by_epoch and item.span.epoch > self.epoch:
+            self.updates_W[:], self.epoch = 0, item.span.epoch
         self.updates_W[item.worker] += 1
         return CommitResult(version, version - 1 - item.version, report, (item.span,))
 
@@ -131,4 +147,4 @@ class Immediate:
         return self.model.snapshot.core, None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"batches": self.batch_W.tolist(), "updates": self.updates_W.tolist()}
+        return {"batches": self.batch_W.tolist(), "updates": self.updates_W.tolist(), "epoch": self.epoch}

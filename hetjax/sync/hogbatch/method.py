@@ -16,16 +16,17 @@ from hetjax.state import Core
 
 @dataclass(eq=False)
 class WorkItem:
-    """A range of samples in flight on one worker."""
+    """A range of samples in flight on one thread of a worker."""
 
     worker: int
     span: Range
-    batch: int  # the worker's batch size; the span may be shorter
+    batch: int  # of the thread: its part of the worker's batch; the span may be shorter
     scale: float  # factor on the gradient, by batch size
     rate: float  # factor on the learning rate, by schedule
     taken: float  # on the coordinator's clock
     version: int  # of the model the gradient is taken at
     started: float | None = None  # when its rows were available
+    thread: int = 0  # of the worker
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Method(Protocol):
         ...
 
     def next_batch(self, worker: int, active_W: np.ndarray) -> int:
-        """The batch size for a free worker."""
+        """The batch size for a free thread of a worker."""
         ...
 
     def read(self, item: WorkItem) -> list[jax.Array]:

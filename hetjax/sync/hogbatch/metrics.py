@@ -26,12 +26,15 @@ class MetricSums:
         weights = saved.get("metric_weights", dict.fromkeys(sums, weight))  # older checkpoints had one for all
         self.means = Means(saved.get("loss", 0.0), weight, _arrays(sums), _arrays(weights))
 
-    def add(self, update: AppliedUpdate, report: StepReport) -> None:
-        """Adds an update; a non-finite one, which was not applied, does not enter loss and metrics."""
+    def add(self, update: AppliedUpdate, report: StepReport, threads: int) -> None:
+        """Adds an update; a non-finite one, which was not applied, does not enter loss and metrics.
+
+        A thread of several keeps its share of the worker busy.
+        """
         amounts = (self.updates_W, 1), (self.counts_W, update.span.count), (self.rows_W, update.rows)
         for sum_W, amount in amounts:
             sum_W[update.worker] += amount
-        self.busy_W[update.worker] += update.ended - update.began
+        self.busy_W[update.worker] += (update.ended - update.began) / threads
         self.staleness[update.staleness] += 1
         if not report.left_out:
             self.means = self.means.plus(report)
@@ -73,14 +76,22 @@ class UpdateMetrics:
     covers the whole step in which that run stopped.
     """
 
-    def __init__(self, layout: Layout, batch_W: np.ndarray, began: float, saved: Mapping[str, Any]):
+    def __init__(
+        self,
+        layout: Layout,
+        batch_W: np.ndarray,
+        began: float,
+        saved: Mapping[str, Any],
+        threads_W: np.ndarray | None = None,
+    ):
         self.layout, self.workers, self.began = layout, len(batch_W), began
+        self.threads_W = np.ones(self.workers, np.int64) if threads_W is None else threads_W
         saved = saved if len(saved.get("batches", ())) == self.workers else {}
         self.batch_W = np.array(batch_W, np.int64)
         self.samples, self.seen, self.now = 0, 0, began
         self.total = MetricSums(self.workers, began, saved.get("whole", {}))
         self._current = MetricSums(self.workers, began, saved.get("part", {}))  # since the last record
-        self._started_W: tuple[float | None, ...] = (None,) * self.workers  # of the items in flight
+        self._started_W: tuple[tuple[float, ...], ...] = ((),) * self.workers  # of the items in flight
         self._nonfinite: set[int] = set()
         self._bad_update = False
         self._changes: list[str] = []
@@ -90,14 +101,15 @@ class UpdateMetrics:
         update, report = event.update, StepReport.read(self.layout, np.asarray(event.report), 1)
         self.now, self.seen, self._started_W = update.applied, event.seen, event.started_W
         self.samples += update.span.count
-        self.total.add(update, report)
-        self._current.add(update, report)
+        threads = int(self.threads_W[update.worker])
+        self.total.add(update, report, threads)
+        self._current.add(update, report, threads)
         if report.left_out:
             self._nonfinite.add(update.worker)
             self._bad_update |= bool(report.bad_update_W.any())
-        if update.batch != self.batch_W[update.worker]:
-            self.batch_W[update.worker] = update.batch
-            self._changes.append(f"worker {update.worker} takes {update.batch}")
+        if (batch := update.batch * threads) != self.batch_W[update.worker]:
+            self.batch_W[update.worker] = batch
+            self._changes.append(f"worker {update.worker} takes {batch}")
 
     @property
     def unrecorded(self) -> bool:
@@ -105,7 +117,7 @@ class UpdateMetrics:
         return bool(self.samples and self._current.updates_W.any())
 
     def _in_flight_W(self) -> np.ndarray:
-        return np.array([0.0 if at is None else max(0.0, self.now - at) for at in self._started_W])
+        return np.array([sum(max(0.0, self.now - at) for at in own) for own in self._started_W]) / self.threads_W
 
     def record(self, step: int, epoch: int, save: bool) -> Record:
         """The record of all updates since the last one."""

@@ -16,6 +16,7 @@ PUBLISHED_MOMENTUM = 0.9
 # With Adam 0.9 overshoots: digits accuracy after 24 epochs .52-.82, with 0.5 .95-.96, as on one device.
 DEFAULT_MOMENTUM = 0.5
 SCALE_CAP = 4.0
+PUBLISHED_THREADS = 48  # of the CPU worker, which is Hogwild
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class BatchBounds:
     lower_W: np.ndarray
     upper_W: np.ndarray
     quantum: int = 1
+    threads_W: np.ndarray | None = None  # that divide a worker's batch between them; None: 1 each
 
     def __post_init__(self) -> None:
         wrong_W = (self.lower_W < 1) | (self.lower_W > self.upper_W)
@@ -36,11 +38,31 @@ class BatchBounds:
             )
 
     @classmethod
-    def of(cls, capacity_W: np.ndarray, quantum: int = 1, lower_W: np.ndarray | None = None) -> BatchBounds:
-        """The largest batch is the worker's capacity; the default smallest is a sixteenth of it."""
-        down = lambda n_W: np.maximum(np.asarray(n_W, np.int64) // quantum * quantum, quantum)
+    def of(
+        cls,
+        capacity_W: np.ndarray,
+        quantum: int = 1,
+        lower_W: np.ndarray | None = None,
+        threads_W: np.ndarray | None = None,
+    ) -> BatchBounds:
+        """The largest batch is the worker's capacity; the default smallest is a sixteenth of it.
+
+        A batch divides evenly between the worker's threads.
+        """
+        unit_W = quantum * (np.ones(len(capacity_W), np.int64) if threads_W is None else threads_W)
+        if np.any(wrong_W := np.asarray(capacity_W) < unit_W):
+            i = int(np.argmax(wrong_W))
+            raise ValueError(
+                f"Worker {i} takes at most {capacity_W[i]} samples, fewer than one quantum of {quantum} for each of "
+                f"its {unit_W[i] // quantum} threads: raise capacity or batch_size, or lower threads."
+            )
+        down = lambda n_W: np.maximum(np.asarray(n_W, np.int64) // unit_W * unit_W, unit_W)
         upper_W = down(capacity_W)
-        return cls(down(upper_W // BOUNDS_RATIO if lower_W is None else lower_W), upper_W, quantum)
+        return cls(down(upper_W // BOUNDS_RATIO if lower_W is None else lower_W), upper_W, quantum, threads_W)
+
+    def threads(self, worker: int) -> int:
+        """Threads of a worker."""
+        return 1 if self.threads_W is None else int(self.threads_W[worker])
 
     def clip(self, worker: int, batch: float) -> int:
         """The allowed batch nearest to `batch`: a multiple of the worker's smallest, or its largest.
@@ -52,13 +74,15 @@ class BatchBounds:
         return upper if batch >= upper or near > upper else max(near, lower)
 
     def rungs(self, max_rows_W: np.ndarray | None = None) -> list[int]:
-        """Ladder of microbatch sizes: each worker's largest batch, halved down to its smallest.
+        """Ladder of microbatch sizes: the largest batch of each worker's thread, halved down to its smallest.
 
         `max_rows_W`: the largest microbatch that fits a worker's memory.
         """
-        top_W = self.upper_W if max_rows_W is None else np.minimum(self.upper_W, max_rows_W)
+        threads_W = np.ones(len(self.lower_W), np.int64) if self.threads_W is None else self.threads_W
+        lower_W, top_W = self.lower_W // threads_W, self.upper_W // threads_W
+        top_W = top_W if max_rows_W is None else np.minimum(top_W, max_rows_W)
         found = set()
-        for lower, top in zip(self.lower_W, top_W, strict=True):
+        for lower, top in zip(lower_W, top_W, strict=True):
             size = max(int(top) // self.quantum, 1)
             while size * self.quantum > lower:
                 found.add(size * self.quantum)
@@ -93,11 +117,12 @@ def adapted_batch(
 
     Y. Ma, F. Rusu, arXiv 2004.08771, with alpha = 2. There the dead zone is 0, and a batch that settles between two
     sizes flips on up to two of three requests. Batches are multiples of the smallest, so they move by at least that.
-    Only active workers are compared; a single worker keeps its batch.
+    Only active workers are compared; a single worker keeps its batch. A CPU worker of T Hogwild threads makes T updates
+    with a batch, one per thread, and all of them count.
     """
     others_W = np.ones(len(updates_W), bool) if active_W is None else np.array(active_W, bool)
     others_W[worker] = False
-    now, mine, least = int(batch_W[worker]), int(updates_W[worker]), int(bounds.lower_W[worker])
+    now, mine, least = int(batch_W[worker]), float(updates_W[worker]), int(bounds.lower_W[worker])
     if not others_W.any():
         return now
     if mine < updates_W[others_W].min() - dead_zone:

@@ -1,4 +1,4 @@
-"""The real-time driver: one thread per worker, and a watchdog for workers that hang or die."""
+"""The real-time driver: one thread per worker, or several, and a watchdog for workers that hang or die."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Generator
 
 from hetjax.engines.clocks import LocalResult, no_hold
-from hetjax.sync.hogbatch.coordinator import Coordinator, Event, UpdateEvent
+from hetjax.sync.hogbatch.coordinator import Coordinator, Event, Lane, UpdateEvent
 from hetjax.sync.hogbatch.method import WorkItem
 
 POLL_SECONDS = 0.05  # between two checks of the workers
@@ -22,15 +22,19 @@ class PhaseCancelled(Exception):
 
 
 class CancellableHold:
-    """Holds a local phase as `hold` does, but the end of the run interrupts it."""
+    """Holds a local phase as `hold` does, but the end of the run interrupts it.
+
+    A thread of a worker with T threads has 1 / T of its speed.
+    """
 
     def __init__(self, hold: Callable[..., None] = no_hold):
         self.hold = hold
+        self.threads_of: Callable[[int], int] = lambda worker: 1
         self.cancelled = threading.Event()
 
     def __call__(self, worker: int, rows: int, began: float) -> None:
         if self.hold is not no_hold:
-            self.hold(worker, rows, began, sleep=self._sleep)
+            self.hold(worker, rows * self.threads_of(worker), began, sleep=self._sleep)
 
     def _sleep(self, seconds: float) -> None:
         if self.cancelled.wait(seconds):
@@ -57,15 +61,15 @@ class Threads:
         self.coordinator, self.compute, self.hold = coordinator, compute, hold
         self.wait_limit, self.stopping = wait_limit, stopping
         self._slowest_W = [0.0] * workers  # seconds per sample
-        self._threads = [
-            threading.Thread(target=self._work, args=(worker,), name=f"hetjax-hogbatch-{worker}", daemon=True)
-            for worker in range(workers)
-        ]
+        self._threads: dict[Lane, threading.Thread] = {}
 
     def run(self) -> Generator[Event]:
         """Yields events until nothing is left to do; closing the generator ends the run at once."""
         self.hold.cancelled.clear()
-        for thread in self._threads:
+        for lane in self.coordinator.lanes:
+            name = "hetjax-hogbatch-{}-{}".format(*lane)
+            self._threads[lane] = threading.Thread(target=self._work, args=lane, name=name, daemon=True)
+        for thread in self._threads.values():
             thread.start()
         stop_requested: float | None = None
         last_check = time.monotonic()
@@ -93,12 +97,12 @@ class Threads:
             self.coordinator.abandon()
             self.hold.cancelled.set()
             deadline = time.monotonic() + GRACE_SECONDS
-            for thread in self._threads:
+            for thread in self._threads.values():
                 thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _work(self, worker: int) -> None:
+    def _work(self, worker: int, number: int) -> None:
         try:
-            while (item := self.coordinator.take(worker)) is not None:
+            while (item := self.coordinator.take(worker, number)) is not None:
                 self.coordinator.finish(item, self.compute(item))
         except PhaseCancelled:
             pass
@@ -114,7 +118,7 @@ class Threads:
     def _check_workers(self) -> None:
         now = self.coordinator.clock()
         for item in self.coordinator.in_flight():
-            if not self._threads[item.worker].is_alive():
+            if not self._threads[item.worker, item.thread].is_alive():
                 self.coordinator.fail(item.worker, RuntimeError(f"The thread of worker {item.worker} died."), item)
             elif (message := self._overdue(item, now)) is not None:
                 self.coordinator.fail(item.worker, TimeoutError(message), item)

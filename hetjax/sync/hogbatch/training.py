@@ -48,6 +48,7 @@ class Training:
         pool: The ranges left to train on.
         rate: The factors on gradients and updates.
         hold: Simulated speeds in real time.
+        threads_W: Threads of each worker; None: 1 each.
         replay: The schedule of a virtual clock; None: threads in real time.
         keep_host_state: Called with a resume point and its metrics before a hook sees the point's state.
         saved_metrics: `UpdateMetrics.state_dict` of the run that this one resumes, else empty.
@@ -64,6 +65,7 @@ class Training:
         rate: Rate,
         *,
         hold: CancellableHold,
+        threads_W: np.ndarray | None,
         replay: VirtualSchedule | None,
         keep_host_state: Callable[[ResumePoint, dict[str, Any]], None],
         saved_metrics: dict[str, Any],
@@ -71,7 +73,7 @@ class Training:
     ):
         assert isinstance(session.engine, ChunkedEngine)
         self.job, self.session, self.engine, self.method = job, session, session.engine, method
-        self.hold, self.keep_host_state = hold, keep_host_state
+        self.hold, self.threads_W, self.keep_host_state = hold, threads_W, keep_host_state
         self.saved_metrics, self.on_update = saved_metrics, on_update
         self.offset = state.step - job.order.whole_steps(state.cursor)  # not 0 if the batch size has changed
         self.start = state
@@ -83,6 +85,7 @@ class Training:
             len(job.workers),
             clock=time.perf_counter if self.virtual is None else self.virtual.clock,
             step_of=lambda samples: self.offset + job.order.whole_steps(samples),
+            threads_W=None if threads_W is None else threads_W.tolist(),
         )
         block = max(int(np.max(self.engine.capacity_W)), job.batch)
         self.feed = BlockFeed(job.source, job.order, block=block, end=job.end, keep=2 * len(job.workers))
@@ -95,7 +98,7 @@ class Training:
             simulation.step = self.start.step
         with closing(self.feed), job.record(history) as recorder:
             began = self.coordinator.clock()
-            metrics = UpdateMetrics(self.session.layout, self.method.batch_W, began, self.saved_metrics)
+            metrics = UpdateMetrics(self.session.layout, self.method.batch_W, began, self.saved_metrics, self.threads_W)
             with closing(self._events()) as events:  # an exception in here ends the workers at once
                 for event in events:
                     if not isinstance(event, UpdateEvent):

@@ -20,6 +20,8 @@ from hetjax.sync.hogbatch.method import WorkItem
 class VirtualSchedule:
     """Virtual seconds of a work item: (startup + rows x row_time / speed) x exp(noise x z), z standard normal.
 
+    A thread of a worker with T threads has 1 / T of its speed.
+
     Attributes:
         seed: Of z.
         noise: Standard deviation of the logarithm of a duration.
@@ -73,11 +75,12 @@ class VirtualTime:
         while True:
             if stopping():
                 coordinator.abandon()
-            for worker in range(self.workers):
-                if (item := coordinator.try_take(worker)) is not None:
+            for worker, thread in coordinator.lanes:
+                if (item := coordinator.try_take(worker, thread)) is not None:
                     item.started = item.taken
                     try:
-                        due = self.now + self._seconds(worker, rows_of(item))
+                        threads = sum(of == worker for of, _ in coordinator.lanes)
+                        due = self.now + self._seconds(worker, threads * rows_of(item))
                         heapq.heappush(agenda, (due, started, item, read(item)))
                     except Exception as error:
                         coordinator.fail(worker, error)
@@ -90,6 +93,8 @@ class VirtualTime:
             if coordinator.finished() or not agenda:
                 return
             self.now, _, item, leaves = heapq.heappop(agenda)
+            if not coordinator.holds(item):  # another thread of its worker failed
+                continue
             try:
                 result = compute(item, leaves)
                 coordinator.finish(item, replace(result, began=item.taken, ended=self.now))

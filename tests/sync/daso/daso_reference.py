@@ -13,7 +13,8 @@ class Reference:
     """P nodes with momentum SGD. `gradient(x, rows)` returns the SUM over rows of gradients at x, and of losses.
 
     An epoch is a list of steps, a step a list with one array of samples per node. `faithful`: equal weights, nodes
-    average parameters where they block, nothing is received right before a send, and blending uses the planned wait.
+    average parameters where they block, nothing is received right before a send, the wait is capped at the steps left,
+    and blending uses the wait that was capped when sending.
     """
 
     gradient: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, float]]
@@ -47,13 +48,13 @@ class Reference:
     def mean(self, values: Sequence[np.ndarray]) -> np.ndarray:
         return sum(w * v for w, v in zip(self.weights(), values, strict=True))
 
-    def receive(self, b: int, wait: int) -> None:
+    def receive(self, b: int, wait: int, left: int) -> None:
         sent_at, mean, sent = self.pending
         for j in range(self.nodes):
             if self.blend == "delta":
                 self.x[j] = self.x[j] + mean - sent[j]
             else:
-                staleness = min(b - sent_at, wait) if self.faithful else b - sent_at
+                staleness = min(wait, left + b - sent_at) if self.faithful else b - sent_at
                 self.x[j] = (2 * staleness * self.x[j] + self.nodes * mean) / (2 * staleness + self.nodes)
         self.pending = None
 
@@ -73,24 +74,28 @@ class Reference:
                 if len(parts[j]):
                     self.update(j, g / len(parts[j]))
                     self.samples[j], self.steps[j] = self.samples[j] + len(parts[j]), self.steps[j] + 1
-            send = last or skip == 0 or b % skip == 0
-            skipped = self.faithful and not send and (b + 1) % skip == 0
-            due = self.pending is not None and (send or (b - self.pending[0] >= wait and not skipped))
+            send, left = last or skip == 0 or b % skip == 0, len(steps) - 1 - b
+            if send:
+                due = self.pending is not None
+            elif self.faithful:
+                due = self.pending is not None and (b + 1) % skip != 0 and b % skip == min(wait, left)
+            else:
+                due = self.pending is not None and b - self.pending[0] >= wait
             if send:
                 if due and self.blend == "delta":
-                    self.receive(b, wait)
+                    self.receive(b, wait, left)
                 sent = [x.copy() for x in self.x]
                 fresh = (b, self.mean(sent), sent)
                 self.weights_sent = self.weights()
                 self.samples[:] = self.steps[:] = 0
                 if due and self.blend != "delta":
-                    self.receive(b, wait)
+                    self.receive(b, wait, left)
                 self.pending = fresh
                 if last or wait == 0:
                     self.x = [fresh[1].copy() for _ in range(self.nodes)]
                     self.pending = None
             elif due:
-                self.receive(b, wait)
+                self.receive(b, wait, left)
         return loss / samples
 
     def average_optimizer(self) -> None:

@@ -14,11 +14,13 @@ from problems import distance
 
 from hetjax import Chunked, Trainer
 from hetjax.devices.workers import Workers
+from hetjax.presets import choose
 from hetjax.sync.allreduce import AllReduce
 from hetjax.sync.daso import Daso
 from hetjax.sync.daso.averaging import blend_weights
 from hetjax.sync.daso.exchange import NodeMessage, from_words
 from hetjax.sync.daso.node import in_one_process
+from hetjax.sync.daso.reduce import DasoReduce
 
 COUNTS, SIZES = [4, 1, 2, 1], [2, 1, 1]
 
@@ -285,6 +287,51 @@ def test_requests_are_dropped_when_a_run_is_resumed():
     nodes.reopen()
     assert [message.stop for message in messages()] == [0, 0, 0, 0]
     assert [message.steps for message in messages()] == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("faithful", [False, True])
+def test_which_phase_sends_sixteen_bits(faithful, monkeypatch):
+    """Three epochs of six steps, the second one cycling: by default its exchanges are in 16 bits except for the last,
+    as published those of the other two."""
+    loss_fn, data, params, _ = quadratic()
+    data, params = {"c": data["c"].astype(np.float32)}, params.astype(np.float32)
+    kinds = []
+    start = DasoReduce._start
+    monkeypatch.setattr(DasoReduce, "_start", lambda self, kind, *rest: kinds.append(kind) or start(self, kind, *rest))
+    options = {"warm_up": 1, "cool_down": 1, "faithful": faithful, "wire": "bfloat16"}
+    with trainer(loss_fn, [4, 4], [1, 1], **options) as made:
+        made.fit(made.init(params), data, epochs=3)
+    blocking, cycling = ["compressed" if faithful else "total"] * 6, ["mean"] * 3 if faithful else ["compressed"] * 2
+    more = [] if faithful else ["mean"]  # the last exchange of the epoch
+    assert kinds == [*blocking, *cycling, *more, *blocking]
+
+
+def test_gradients_in_sixteen_bits_are_close_to_those_in_full_and_half_the_bytes():
+    rows = {"c": np.random.default_rng(3).normal(size=(SAMPLES, 20_000)).astype(np.float32)}
+    spread = lambda params, batch, keys: 0.5 * ((params - batch["c"]) ** 2).sum(axis=-1)
+    ends, sizes = [], []
+    for wire in ("full", "bfloat16"):
+        with trainer(spread, [4, 4], [1, 1], warm_up=2, gradient_wire=wire) as made:
+            state, _ = made.fit(made.init(np.zeros(20_000, np.float32)), rows, epochs=2)
+            ends.append(flat(made.answer(state).params))
+            sizes.append(sum(record.bytes for record in made.sync.reduce.journal))
+    assert not np.array_equal(*ends)
+    np.testing.assert_allclose(ends[1], ends[0], atol=0.01 * np.abs(ends[0]).max())
+    assert sizes[1] < 0.51 * sizes[0]
+
+
+def test_as_published_nodes_are_equal():
+    assert (Daso(faithful=True).between, Daso().between) == ("equal", "balanced")
+    with pytest.raises(ValueError, match="between='equal'"):
+        Daso(faithful=True, between="balanced")
+    loss_fn, data, params, _ = quadratic()
+    with (
+        trainer(loss_fn, [4, 2, 2], [2, 1], faithful=True) as made,
+        pytest.raises(ValueError, match="assumes equal nodes"),
+    ):
+        made.fit(made.init(params), data, epochs=1)
+    assert choose("daso", faithful=True).controller.name == "equal"
+    assert choose("daso").controller.name == "balanced"
 
 
 def test_as_published_with_any_optimizer_and_bfloat16():

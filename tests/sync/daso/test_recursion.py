@@ -9,7 +9,8 @@ from daso_setups import SAMPLES, flat, node_parts, per_node, quadratic, tanh_net
 
 EVEN, UNEVEN = ([2, 2, 2, 2], [2, 2]), ([4, 1, 2, 1], [2, 1, 1])  # counts of the workers, workers of the nodes
 BLENDS = "delta", "paper", "as published"
-FAST = {(quadratic, blend, "uneven") for blend in BLENDS} | {(tanh_net, "delta", "even")}  # every value once
+FAST = {(quadratic, blend, "uneven") for blend in BLENDS[:2]}  # every value once
+FAST |= {(tanh_net, "delta", "even"), (quadratic, "as published", "even")}
 
 
 @pytest.mark.usefixtures("float64")
@@ -21,6 +22,7 @@ FAST = {(quadratic, blend, "uneven") for blend in BLENDS} | {(tanh_net, "delta",
             marks=() if (problem, blend, name) in FAST else pytest.mark.slow,
         )
         for problem in (quadratic, tanh_net) for blend in BLENDS for name, nodes in (("even", EVEN), ("uneven", UNEVEN))
+        if (blend, name) != ("as published", "uneven")  # assumes equal nodes
     ],
 )  # fmt: skip
 def test_every_phase_equals_the_reference(problem, blend, counts, sizes):

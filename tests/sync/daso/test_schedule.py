@@ -15,7 +15,7 @@ def letters(actions: StepActions) -> str:
 
 
 def epoch(schedule: DasoSchedule, steps: int) -> str:
-    return " ".join(letters(schedule.step(last=b == steps - 1)) for b in range(steps))
+    return " ".join(letters(schedule.step(left=steps - 1 - b)) for b in range(steps))
 
 
 def cycling(skip: int, wait: int, **options) -> DasoSchedule:
@@ -48,6 +48,9 @@ def test_steps_of_an_epoch(skip, wait, steps, expected):
         (2, 1, 7, "S - SR1 - SR1 - SR1B"),  # received after two steps, blended as if after one
         (1, 1, 4, "S SR1 SR1 SR1B"),
         (8, 2, 10, "S - R2 - - - - - S SR1B"),
+        (8, 2, 11, "S - R2 - - - - - S R2 SB"),  # one step is left: the wait is capped to 1 and met at once
+        (8, 2, 12, "S - R2 - - - - - S - - SR2B"),  # at 2 steps after sending it is capped to 1, which has passed
+        (8, 2, 13, "S - R2 - - - - - S - R2 - SB"),
         (0, 0, 3, "SB SB SB"),  # parameters and not gradients, even in the blocking phases
     ],
 )
@@ -63,6 +66,12 @@ def test_a_slow_exchange_is_received_later(steps, expected):
     schedule = cycling(4, 1)
     schedule.exchange_steps = steps
     assert epoch(schedule, 10) == expected
+
+
+def test_sixteen_bits_travel_while_nodes_block_as_published_and_otherwise_while_they_cycle():
+    for skip, faithful, expected in ((0, True, [1, 1]), (4, True, [0, 0]), (4, False, [1, 0])):
+        schedule = cycling(skip, 1, faithful=faithful)
+        assert [schedule.compresses(last) for last in (False, True)] == expected
 
 
 def test_blocking_phases_sum_gradients():
@@ -130,7 +139,7 @@ def test_resumes_from_its_state_after_any_step():
                     fresh = DasoSchedule(warm_up=1, cool_down=1, total=len(plan))
                     fresh.load_state_dict(json.loads(json.dumps(schedule.state_dict())))
                     schedule = fresh
-                seen.append(letters(schedule.step(last=b == steps - 1)))
+                seen.append(letters(schedule.step(left=steps - 1 - b)))
             schedule.end_epoch(1.0 if e else 2.0)
         return seen
 

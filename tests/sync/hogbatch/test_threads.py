@@ -233,11 +233,11 @@ def test_a_worker_that_hangs_is_dropped_and_rejoins_when_it_responds(monkeypatch
 def test_a_thread_that_dies_silently_is_noticed(monkeypatch, caplog):
     work, log = Threads._work, []
 
-    def die(self, worker):
+    def die(self, worker, number):
         if worker == 1:
             self.coordinator.take(worker)
         else:
-            work(self, worker)
+            work(self, worker, number)
 
     monkeypatch.setattr(Threads, "_work", die)
     fit(Hogbatch, lambda worker, phase: None, log=log)

@@ -1,0 +1,77 @@
+"""Arms of a reproduced claim, paired differences between them, and the rule of the verdict."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+LEAST = 0.01  # relative gain below which there is none, however certain
+VERDICTS = ("reproduced", "only against the paper's control", "not reproduced")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to train, over all seeds."""
+
+    steps_S: np.ndarray  # to the target loss; NaN: not reached
+    seconds_S: np.ndarray  # to the target loss
+    run_S: np.ndarray  # seconds of the whole run
+    loss_S: np.ndarray  # at the end of the run: at equal samples
+    rate: float  # the learning rate that was tuned for it
+    curve_Ex2: np.ndarray  # seconds and loss, means over seeds
+    more: dict[str, str] = field(default_factory=dict)  # further columns
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One row of the page: a method, its paper's control, and the controls that the paper left out."""
+
+    claim: str  # number of the paper
+    setting: str
+    reported: str
+    method: str  # names of arms
+    control: str
+    omitted: tuple[str, ...]
+    arms: dict[str, Arm]
+    measure: str = "seconds_S"  # or run_S, where the claim is about the time of a given training
+    target: float = float("nan")
+
+
+def gain(comparison: Comparison, method: str, against: str) -> tuple[float, float]:
+    """Mean and standard error over seeds of the relative difference of a measure, method / against - 1.
+
+    A target that was not reached counts as infinitely late.
+    """
+    mine_S, other_S = (getattr(comparison.arms[name], comparison.measure) for name in (method, against))
+    if not np.isfinite(mine_S).all():
+        return (float("nan") if not np.isfinite(other_S).all() else float("inf")), 0.0
+    if not np.isfinite(other_S).all():
+        return -1.0, 0.0
+    ratio_S = mine_S / other_S - 1
+    return float(ratio_S.mean()), float(ratio_S.std(ddof=1) / len(ratio_S) ** 0.5) if len(ratio_S) > 1 else 0.0
+
+
+def strongest(comparison: Comparison) -> str:
+    """The omitted control with the smallest mean of the measure."""
+    mean = lambda name: np.mean(getattr(comparison.arms[name], comparison.measure))
+    finite = [name for name in comparison.omitted if np.isfinite(mean(name))]
+    return min(finite or comparison.omitted, key=mean)
+
+
+def better(difference: tuple[float, float]) -> bool:
+    """Whether a relative difference is a gain: by more than 1% and more than two standard errors."""
+    mean, error = difference
+    return bool(mean < -max(2 * error, LEAST))
+
+
+def verdict(comparison: Comparison) -> str:
+    """What survives of a claim.
+
+    reproduced                        better than the paper's control and than the strongest omitted control
+    only against the paper's control  better than the former, not than the latter
+    not reproduced                    not better than the paper's own control
+    """
+    if not better(gain(comparison, comparison.method, comparison.control)):
+        return VERDICTS[2]
+    return VERDICTS[0 if better(gain(comparison, comparison.method, strongest(comparison))) else 1]
