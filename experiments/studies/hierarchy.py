@@ -20,16 +20,7 @@ from studies.balancing import index_for
 from studies.claims import Comparison
 from studies.curves import MOMENTUM, Curves, Problem, Scale, evaluate, images, losses, spread_rates, target_of, tuned
 
-from hetjax.sync.daso.averaging import (
-    NODE,
-    TAKE_MEAN,
-    blend_weights,
-    bytes_sent,
-    compressed_mean,
-    compressed_total,
-    mean,
-    receives_before_sending,
-)
+from hetjax.sync.daso.averaging import TAKE_MEAN, blend_weights, bytes_sent, receives_before_sending
 from hetjax.sync.daso.schedule import DasoSchedule
 
 NODES, WORKERS, BATCH = 4, 2, 256
@@ -122,12 +113,14 @@ def epoch_steps(schedule: DasoSchedule, method: Method, count: int, clocks: Sequ
 
 
 def _mean_over_nodes(leaves_P: list[jax.Array], base: list[jax.Array], compressed: jax.Array) -> list[jax.Array]:
-    """The mean of the nodes' leaves, in 16 bits where asked for."""
-    over = partial(jax.vmap, axis_name=NODE)
-    equal_P = jnp.ones(NODES)
-    full = over(mean)(leaves_P, equal_P)
-    small = over(lambda own, weight: compressed_mean(own, weight, base, NODES))(leaves_P, equal_P)
-    return [jnp.where(compressed, b[0], a[0]) for a, b in zip(full, small, strict=True)]
+    """The mean of the nodes' leaves, in 16 bits where asked for: `averaging.combine` of nodes of equal weight."""
+    small = [y + in_16_bits(in_16_bits(x - y).mean(0)) for x, y in zip(leaves_P, base, strict=True)]
+    return [jnp.where(compressed, b, x.mean(0)) for x, b in zip(leaves_P, small, strict=True)]
+
+
+def in_16_bits(x: jax.Array) -> jax.Array:
+    """Rounded to bfloat16, as on the wire."""
+    return x.astype(jnp.bfloat16).astype(x.dtype)
 
 
 def _epoch(method: Method, carry: Any, x: jax.Array, y: jax.Array, given: Any) -> Any:
@@ -146,9 +139,8 @@ def _epoch(method: Method, carry: Any, x: jax.Array, y: jax.Array, given: Any) -
         loss_P, grads_P = jax.vmap(gradient)(params_P, index_PxB)
         leaves, tree = jax.tree.flatten(grads_P)
         if method.gradient_wire == "bfloat16":
-            scalar_P = jnp.zeros((NODES, 1))
-            *summed, _ = jax.vmap(partial(compressed_total, nodes=NODES), axis_name=NODE)([*leaves, scalar_P])
-            whole = [x / NODES for x in summed]
+            summed = [in_16_bits(in_16_bits(g).sum(0)) for g in leaves]
+            whole = [jnp.broadcast_to(total / NODES, g.shape) for total, g in zip(summed, leaves, strict=True)]
         else:
             whole = [jnp.broadcast_to(g.mean(0), g.shape) for g in leaves]
         grads_P = jax.tree.unflatten(tree, [jnp.where(sums, a, g) for a, g in zip(whole, leaves, strict=True)])

@@ -14,6 +14,7 @@ from studies.curves import Curves, Problem, Scale
 from hetjax import Chunked, Trainer
 from hetjax.sampling.blocks import Blocks
 from hetjax.sync import Daso, Decentralized
+from hetjax.sync.daso.exchange import InProcessExchange
 from hetjax.sync.daso.schedule import StepActions
 
 
@@ -237,3 +238,15 @@ def test_cells_of_the_page():
     assert page.mean_error(np.array([1.0, np.nan]), 1) == "– (1 of 2 seeds)"
     both = compared([8, 9], [10, 11], [9, 9])
     assert page.distinct([both, replace(both, method="0"), compared([1, 1], [2, 2])])[0] is both
+
+
+def test_the_replay_of_daso_rounds_as_the_exchange_does():
+    rng = np.random.default_rng(0)
+    own_P = [[rng.normal(size=(1, 7)).astype(np.float32)] for _ in range(hierarchy.NODES)]
+    base = [rng.normal(size=(1, 7)).astype(np.float32)]
+    exchange = InProcessExchange(hierarchy.NODES)
+    exchange.rebase(base)
+    messages = np.zeros((hierarchy.NODES, 1))
+    found = exchange.start("compressed", own_P, [1.0] * hierarchy.NODES, messages).result().leaves[0]
+    replayed = hierarchy._mean_over_nodes([np.concatenate([own[0] for own in own_P])], [base[0][0]], np.True_)
+    np.testing.assert_allclose(np.asarray(replayed[0]), found[0], rtol=0, atol=1e-6)

@@ -235,9 +235,9 @@ def exchanged(monkeypatch, sync, workers, steps):
         moved[-1][0].update({(sender, i): size(own[sender]) for sender, i in pairs})
         return copied(messages, own, sources_w)
 
-    def averaged(messages, own):
+    def averaged(messages, own, share_W):
         moved[-1][1].append(size(own[0]))
-        return mean(messages, own)
+        return mean(messages, own, share_W)
 
     copied = NeighborMessages.copy
     monkeypatch.setattr(NeighborMessages, "copy", copy)
@@ -304,7 +304,7 @@ def test_stationary_weights_bear_a_learning_rate_that_weighted_gradients_do_not(
         sync = Decentralized("ring", matcha_budget=budget, faithful=faithful)
         reduce, layout = opened(sync, 4, {"x": jnp.zeros(1)}, optax.sgd(rate))
         for _ in range(steps):
-            x_W = np.asarray(reduce.core[0]["x"])[:, 0]
+            x_W = np.asarray(reduce.state(0, 0).params["x"])[:, 0]
             away = [{"x": np.array([n * (x - t)])} for n, x, t in zip(counts, x_W, target_W, strict=True)]
             step(reduce, layout, away, counts)
         return float(sync.answer(reduce.state(0, 0)).params["x"][0])
