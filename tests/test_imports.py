@@ -33,6 +33,7 @@ ORDER = [
     {"__main__"},
 ]
 HEIGHT = {room: height for height, row in enumerate(ORDER) for room in row}
+KNOW_JAX_PROCESSES = ("devices/workers.py", "devices/chosen.py", "devices/fake.py", "fleet/")
 WITHOUT_JAX = ("planning", "sampling", "launch", "arguments", "environment", "plain_state", "thinning", "report")
 ONLY_FOR_COMMANDS = {"report", "zoo", "cli", "launch"}  # imported by commands and experiments, not by the library
 COMMANDS = {"cli", "__main__"} | ONLY_FOR_COMMANDS
@@ -89,6 +90,23 @@ def test_planning_sampling_and_the_launcher_start_without_jax():
     ]
     code = f"import sys, {', '.join(modules)}; assert 'jax' not in sys.modules, 'jax was imported'"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_only_the_fleet_asks_jax_which_process_this_is():
+    """With the transport 'host' every process is JAX's process 0 of 1: `hetjax.processes` knows better."""
+    allowed = [path for path in files() if path.relative_to(PACKAGE).as_posix().startswith(KNOW_JAX_PROCESSES)]
+    assert any(asks_jax_for_processes(path) for path in allowed)
+    others = {*files(), *(PACKAGE.parent / "experiments").rglob("*.py")}.difference(allowed)
+    wrong = [f"{path}, line {line}" for path in sorted(others) for line in asks_jax_for_processes(path)]
+    assert not wrong
+
+
+def asks_jax_for_processes(path: Path) -> list[int]:
+    """The lines of a file with an attribute or an import `process_index` or `process_count`."""
+    asked = {"process_index", "process_count"}
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    read = [node.lineno for node in nodes if isinstance(node, ast.Attribute) and node.attr in asked]
+    return read + [node.lineno for name, node in imports(path) if name.split(".")[-1] in asked]
 
 
 def test_a_class_name_stands_for_one_thing():

@@ -130,7 +130,12 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+SLOW = {"reduce_on_plateau"}  # tests/reduce/test_optimizers.py has it with plain optax
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in OPTIMIZERS]
+)
 def test_an_optimizer_trains_as_in_plain_flax(name):
     network = Mlp(nnx.Rngs(0))
     state = plain_flax.check_equal(network, square, POINTS, OPTIMIZERS[name])

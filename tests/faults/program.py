@@ -5,6 +5,7 @@ Process 0 writes one row per step, with its loss and samples, to FOLDER/steps.js
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import jax
 from sample_log import samples_of
 from tiny_problem import trainer_for
 
-from hetjax import checkpoint
+from hetjax import checkpoint, environment
 from hetjax.fleet.distributed import initialize, leave
 from hetjax.interrupt import stop_on_signals
 from hetjax.launch.heartbeat import from_environment
@@ -50,6 +51,7 @@ def run(options, first, hooks):
                     "loss": record.loss,
                     "samples": samples_of(record.metrics, int(record.counts_W.sum())),
                     "workers": len(record.counts_W),
+                    "attempt": int(os.environ.get(environment.RESTART, 0)),
                 }
                 with (options.folder / "steps.jsonl").open("a") as file:
                     file.write(json.dumps(row) + "\n")

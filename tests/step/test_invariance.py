@@ -35,7 +35,10 @@ MODELS = ("mlp", "cnn", "transformer")
 ENGINES = ("chunked", "looped", "masked")
 TRANSPORTS = ("mesh", "host")
 WORKERS = (1, 2, 3, 4, 8)
-QUICK = {"mlp": (1, 3, 8), "cnn": (3,), "transformer": (4,)}
+QUICK = {
+    *(("mlp", 3, engine) for engine in ENGINES),
+    ("mlp", 1, "chunked"), ("mlp", 8, "chunked"), ("cnn", 3, "masked"), ("transformer", 4, "looped"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -48,11 +51,9 @@ class GivenUpdate:
         return Update(self.finish)
 
 
-GRID = [
-    pytest.param(model, workers, marks=[] if workers in QUICK[model] else pytest.mark.slow)
-    for model in MODELS
-    for workers in WORKERS
-]
+def slow_unless(quick, cases):
+    """The cases as parameters; all but the quick ones are slow."""
+    return [pytest.param(*case, marks=[] if case in quick else pytest.mark.slow) for case in cases]
 
 
 def _keep_gradient(core, sums):
@@ -77,9 +78,9 @@ class Bench:
     layout: Layout
     problem: object
 
-    def gradient(self, counts: np.ndarray, transport: str, batch, start=0):
+    def gradient(self, counts: np.ndarray, transport: str, batch, start=0, finish=_keep_gradient):
         step = Span(0, start, start + int(counts.sum()))
-        reduce = self.reduces[transport]
+        reduce = self.reduces[transport, finish]
         packed = self.engine.pack(Rows(batch, start), step, counts, seed=7)
         results = self.clocks.wait(self.engine.start(reduce.replicas(), packed))
         reduce.step(results, [own_slots(result.seconds, result.rows, 0, False) for result in results], step)
@@ -87,7 +88,7 @@ class Bench:
 
 
 @contextmanager
-def bench(model: str, engine: str, workers: int) -> Iterator[Bench]:
+def bench(model: str, engine: str, workers: int, finishes=(_keep_gradient, _momentum)) -> Iterator[Bench]:
     made = problem(model, seed=3)
     devices = Workers.of(jax.devices()[:workers])
     row = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), made.data)
@@ -99,11 +100,10 @@ def bench(model: str, engine: str, workers: int) -> Iterator[Bench]:
     specs = {"chunked": Chunked(rungs=[5, 24]), "looped": Looped(micro=5), "masked": Masked()}
     built = specs[engine].build(EngineContext(program, devices, clocks, batch=BATCH, capacity=BATCH))
     core = (made.params, None, jax.tree.map(jnp.zeros_like, made.params))
-    finishes = {"": _keep_gradient, " momentum": _momentum}
     reduces = {
-        f"{t}{name}": Holder(make_reduce(ReduceOptions(t), devices, layout, GivenUpdate(finish), core))
+        (t, finish): Holder(make_reduce(ReduceOptions(t), devices, layout, GivenUpdate(finish), core))
         for t in TRANSPORTS
-        for name, finish in finishes.items()
+        for finish in finishes
     }
     yield Bench(built, clocks, reduces, layout, made)
     built.close()
@@ -144,37 +144,38 @@ def check_any_allocation(made: Bench, workers: int) -> None:
         counts = rng.multinomial(BATCH, rng.dirichlet(np.full(workers, 0.5)))
         batch = jax.tree.map(lambda x, start=start: x[start : start + BATCH], made.problem.data)
         for transport in TRANSPORTS:
-            made.gradient(counts, f"{transport} momentum", batch, start)
+            made.gradient(counts, transport, batch, start, _momentum)
         _, grads = part_of_data(replace(made.problem, params=params), 7, start, start + BATCH)
         moved = jax.tree.map(lambda m, g: 0.9 * m + np.asarray(g), moved, grads)
         params = jax.tree.map(lambda p, m: p - 0.1 * m, params, moved)
     first = made.problem.params
     for transport in TRANSPORTS:
-        now = made.reduces[f"{transport} momentum"].core[0]
+        now = made.reduces[transport, _momentum].core[0]
         assert distance(jax.tree.map(np.subtract, now, first), jax.tree.map(np.subtract, params, first)) <= 1e-5
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize(("model", "workers"), GRID)
-def test_any_allocation_gives_the_gradient_of_the_whole_batch(model, engine, workers):
+@pytest.mark.parametrize(
+    ("model", "workers", "engine"), slow_unless(QUICK, itertools.product(MODELS, WORKERS, ENGINES))
+)
+def test_any_allocation_gives_the_gradient_of_the_whole_batch(model, workers, engine):
     with bench(model, engine, workers) as made:
         check_any_allocation(made, workers)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ["chunked", *(pytest.param(name, marks=pytest.mark.slow) for name in ENGINES[1:])])
 def test_large_gradients_travel_in_separate_parts_of_one_all_reduce(engine, monkeypatch):
     """As those of real models do: here 64 elements are large."""
     monkeypatch.setattr(layouts, "_LARGE", 64)
     with bench("mlp", engine, 3) as made:
         assert len(made.layout.sizes) > 2
         check_any_allocation(made, 3)
-        program = made.reduces["mesh"]._run.as_text()
+        program = made.reduces["mesh", _keep_gradient]._run.as_text()
     assert len(re.findall(r"all-reduce(?:-start)?\(", program)) == 1
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_garbage_in_padding_and_on_idle_workers_never_reaches_a_gradient(engine):
-    with bench("cnn", engine, 3) as made:
+    with bench("cnn", engine, 3, [_keep_gradient]) as made:
         for garbage, counts in itertools.product((np.nan, np.inf), ([9, 0, 5], [6, 0, 0])):
             valid = sum(counts)
             image = made.problem.data["image"][:BATCH].copy()
@@ -192,13 +193,12 @@ STEPS = [
     ("mlp", 2, "host"), ("mlp", 4, "mesh"), ("mlp", 4, "host"), ("cnn", 3, "mesh"), ("cnn", 3, "host"),
     ("transformer", 8, "mesh"), ("transformer", 8, "host"),
 ]  # fmt: skip
-EARLY = [("mlp", 2, "host"), ("mlp", 4, "mesh")]
+EARLY = {("mlp", 2, "host", "chunked"), ("mlp", 4, "mesh", "looped"), ("mlp", 4, "mesh", "masked")}
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
-    ("model", "workers", "transport"),
-    [pytest.param(*case, marks=[] if case in EARLY else pytest.mark.slow) for case in STEPS],
+    ("model", "workers", "transport", "engine"),
+    slow_unless(EARLY, [(*case, engine) for case in STEPS for engine in ENGINES]),
 )
 def test_five_steps_of_momentum_equal_one_device(model, workers, transport, engine):
     made = problem(model, seed=5)
@@ -239,18 +239,18 @@ def test_an_extra_sum_over_workers_would_be_noticed(monkeypatch):
     """The mutant: a second psum multiplies by the number of workers. The gradient check must see it."""
     plain = jax.lax.psum
     sums_only = lambda core, sums: (core[0], core[1], sums.grads)
-    with bench("mlp", "chunked", 2) as made:
+    with bench("mlp", "chunked", 2, []) as made:
         core = (made.problem.params, None, jax.tree.map(jnp.zeros_like, made.problem.params))
         opened = lambda: Holder(
             make_reduce(ReduceOptions("mesh"), made.engine.workers, made.layout, GivenUpdate(sums_only), core)
         )
         with monkeypatch.context() as patch:
             patch.setattr(jax.lax, "psum", lambda x, axis: plain(plain(x, axis), axis))
-            mutant = replace(made, reduces={"mesh": opened()})
-        honest = replace(made, reduces={"mesh": opened()})
+            mutant = replace(made, reduces={("mesh", sums_only): opened()})
+        honest = replace(made, reduces={("mesh", sums_only): opened()})
         batch = jax.tree.map(lambda x: x[:BATCH], made.problem.data)
         _, grads = part_of_data(made.problem, 7, 0, BATCH)
         summed = jax.tree.map(lambda g: g * BATCH, grads)
         counts = np.array([10, 14])
-        assert distance(honest.gradient(counts, "mesh", batch)[1], summed) <= 1e-5
-        assert distance(mutant.gradient(counts, "mesh", batch)[1], summed) > 0.5
+        assert distance(honest.gradient(counts, "mesh", batch, finish=sums_only)[1], summed) <= 1e-5
+        assert distance(mutant.gradient(counts, "mesh", batch, finish=sums_only)[1], summed) > 0.5

@@ -82,11 +82,11 @@ def plain():
     [
         (1, {}),
         (2, {"controller": RandomPlans(3)}),
-        (3, {"controller": "balanced"}),
-        (2, {"controller": "dbs"}),
+        pytest.param(3, {"controller": "balanced"}, marks=pytest.mark.slow),
+        pytest.param(2, {"controller": "dbs"}, marks=pytest.mark.slow),
         (2, {"engine": Looped(micro=2)}),
         (2, {"engine": Masked()}),
-        (2, {"controller": "balanced", "speeds": [1, 0.25]}),
+        pytest.param(2, {"controller": "balanced", "speeds": [1, 0.25]}, marks=pytest.mark.slow),
     ],
     ids=["one", "random", "balanced", "dbs", "looped", "masked", "simulated"],
 )

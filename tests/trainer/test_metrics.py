@@ -28,6 +28,7 @@ DATA = {
 }
 PARAMS = {"w": RNG.normal(size=(3, CLASSES)).astype(np.float32)}
 ENGINES = [Chunked(rungs=[4, 16]), "looped", "masked"]
+FURTHER = [(1, "mesh"), (3, "host")]  # workers and transport
 
 
 def token_loss(params, batch, keys):
@@ -93,8 +94,15 @@ def trainer_for(loss_fn, workers=3, engine=ENGINES[0], **options):
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("engine", ENGINES, ids=["chunked", "looped", "masked"])
-@pytest.mark.parametrize(("workers", "transport"), [(1, "mesh"), (3, "mesh"), (3, "host")])
+@pytest.mark.parametrize(
+    ("engine", "workers", "transport"),
+    [
+        *((engine, 3, "mesh") for engine in ENGINES),
+        *((ENGINES[0], *case) for case in FURTHER),
+        *(pytest.param(engine, *case, marks=pytest.mark.slow) for engine in ENGINES[1:] for case in FURTHER),
+    ],
+    ids=str,
+)
 def test_metrics_of_an_evaluation_equal_numpy(engine, workers, transport):
     """A loss and an accuracy by token, an accuracy by sequence, recall by class, and a confusion matrix at once."""
     with trainer_for(token_loss, workers, engine, transport=transport) as trainer:
