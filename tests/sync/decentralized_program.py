@@ -26,13 +26,11 @@ def data():
 
 def blocks():
     """Submodular blocks of unequal size; only the first process may compute them."""
-    import jax
-
-    from hetjax import make_blocks
+    from hetjax import make_blocks, processes
     from hetjax.data.source_blocks import shared_blocks
 
     def cut():
-        assert jax.process_index() == 0
+        assert processes.first()
         return make_blocks({"image": data()["a"], "label": np.arange(SAMPLES) % 3}, [4, 3, 2, 1], features="raw")
 
     return shared_blocks(cut)

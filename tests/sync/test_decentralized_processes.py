@@ -16,9 +16,16 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 
 
-def test_two_processes_equal_one_process(tmp_path):
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """The runs of one process."""
+    return results(tmp_path_factory.mktemp("alone"))
+
+
+@pytest.mark.parametrize("transport", ["host", "mesh"])
+def test_two_processes_equal_one_process(tmp_path, here, transport):
     path = tmp_path / "results.json"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path), "HETJAX_TRANSPORT": transport}
     environment["XLA_FLAGS"] = quick_compiles.FLAGS  # without the eight devices of the tests
     program = [str(ROOT / "tests/sync/decentralized_program.py"), str(path)]
     run = subprocess.run(
@@ -26,7 +33,7 @@ def test_two_processes_equal_one_process(tmp_path):
         env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=150,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
-    there, here = json.loads(path.read_text()), results(tmp_path / "alone")
+    there = json.loads(path.read_text())
     for name in RUNS:
         (loss, losses, held_WxP), (loss_here, losses_here, held_here_WxP) = there[name], here[name]
         np.testing.assert_allclose(held_WxP, held_here_WxP, rtol=1e-5, atol=1e-6, err_msg=name)
