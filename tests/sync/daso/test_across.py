@@ -26,20 +26,18 @@ ROOT = Path(__file__).parents[3]
 EPOCH = -(-SAMPLES // BATCH)
 
 
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory):
-    """The results of both nodes in every job of node_process.py: {job: [node 0, node 1]}."""
-    folder = tmp_path_factory.mktemp("nodes")
+def results_of(folder, transport, *jobs):
+    """The results of both nodes in these jobs of node_process.py, or in all: {job: [node 0, node 1]}."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("HETJAX_", "XLA_FLAGS", "JAX_"))}
     address = f"127.0.0.1:{free_port('127.0.0.1')}"
     processes = []
     for node, workers in enumerate((2, 1)):
         variables = {
             "HETJAX_COORDINATOR": address, "HETJAX_PROCESSES": "2", "HETJAX_PROCESS": str(node),
-            "JAX_NUM_CPU_DEVICES": str(workers), "XLA_FLAGS": quick_compiles.FLAGS,
+            "HETJAX_TRANSPORT": transport, "JAX_NUM_CPU_DEVICES": str(workers), "XLA_FLAGS": quick_compiles.FLAGS,
             "PYTHONPATH": str(ROOT),
         }  # fmt: skip
-        command = [sys.executable, str(PROGRAM), str(folder)]
+        command = [sys.executable, str(PROGRAM), str(folder), *jobs]
         log = (folder / f"log-{node}").open("w")
         processes.append(subprocess.Popen(command, env=kept | variables, cwd=ROOT, stdout=log, stderr=log))
         log.close()
@@ -52,6 +50,11 @@ def seen(tmp_path_factory):
     assert codes == [0, 0], [(folder / f"log-{node}").read_text()[-3000:] for node in range(2)]
     jobs = {path.name.rpartition("-")[0] for path in folder.glob("*.json")}
     return {job: [json.loads((folder / f"{job}-{node}.json").read_text()) for node in range(2)] for job in jobs}
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    return results_of(tmp_path_factory.mktemp("nodes"), "host")
 
 
 def test_equals_the_run_of_one_process(seen):
@@ -81,6 +84,14 @@ def test_nodes_of_unlike_kinds(seen):
             [r["loss"] for r in unlike["records"]], [r["loss"] for r in whole["records"]], rtol=1e-5
         )
     assert seen["unlike"][0]["answer"] == seen["unlike"][1]["answer"]
+
+
+def test_processes_with_one_backend(seen, tmp_path):
+    """Where one JAX backend spans all processes, nodes still plan and exchange on their own."""
+    meshed = results_of(tmp_path, "mesh", "whole", "stopped")
+    for own, whole in zip(meshed["whole"], seen["whole"], strict=True):
+        np.testing.assert_allclose(own["answer"], whole["answer"], rtol=1e-5)
+    check_stopped(meshed)
 
 
 def records_of(job):
@@ -141,6 +152,10 @@ def test_counts_inside_a_node_follow_its_workers(seen):
 
 
 def test_a_stop_request_of_one_node_ends_both_and_they_resume(seen):
+    check_stopped(seen)
+
+
+def check_stopped(seen):
     for stopped, whole in zip(seen["stopped"], seen["whole"], strict=True):
         assert stopped["pending"]
         assert stopped["after"] == EPOCH + 1
