@@ -17,6 +17,7 @@ RUNS = {
     "ring": {"topology": "ring", "mix_every": 2},
     "matcha": {"topology": "ring", "matcha_budget": 0.5},
     "blocks": {"topology": "ring", "mix_every": 2},
+    "complete": {"topology": "complete", "mix_every": 2},
 }
 
 
@@ -44,10 +45,22 @@ def loss_fn(params, batch, keys):
     return 0.5 * (batch["a"] @ params["x"] - batch["t"]) ** 2 + (missed**2).mean(axis=-1) * WIDE.size / 10
 
 
+def noisy_sgd():
+    """Momentum SGD with noise drawn from a key in its state, which a checkpoint has to hold for every worker."""
+    import jax
+    import optax
+
+    def update(grads, key, params=None):
+        key, drawn = jax.random.split(key)
+        return jax.tree.map(lambda g: g + 0.1 * jax.random.normal(drawn, g.shape), grads), key
+
+    noise = optax.GradientTransformation(lambda params: jax.random.key(5), update)
+    return optax.chain(noise, optax.sgd(0.05, momentum=0.9))
+
+
 def results(folder, devices):
     """Of each run: the test loss of the answer, the losses, and the parameters of all workers (first process only)."""
     import jax.numpy as jnp
-    import optax
 
     from hetjax import Chunked, Trainer, checkpoint
     from hetjax.checkpoint.snapshot import host_copy
@@ -57,7 +70,7 @@ def results(folder, devices):
     for name, options in RUNS.items():
         make = lambda name=name, options=options: Trainer(
             loss_fn,
-            optax.sgd(0.05, momentum=0.9),
+            noisy_sgd(),
             batch_size=BATCH,
             controller="equal",
             partition=partitions.get(name, "global"),
