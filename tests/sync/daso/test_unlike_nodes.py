@@ -30,18 +30,28 @@ jax.config.update("jax_enable_x64", True)
 loss_fn, data, params, _ = tanh_net()
 first = jax.devices("cpu")
 results = []
-for devices in (first[:3], [*first[:2], second[0]]):
-    sync = Daso(nodes=[2, 1], warm_up=1, cool_down=1, stability=0.9, max_skip=4)
-    with Trainer(
+
+
+def made(devices, nodes):
+    sync = Daso(nodes=nodes, warm_up=1, cool_down=1, stability=0.9, max_skip=4)
+    return Trainer(
         loss_fn, optax.adam(0.1), batch_size=8, controller=Fixed([3, 2, 3]), engine=Chunked(rungs=[1, 8]), sync=sync,
         devices=devices,
-    ) as trainer:
+    )
+
+
+for devices in (first[:3], [*first[:2], second[0]]):
+    with made(devices, [2, 1]) as trainer:
         state, history = trainer.fit(trainer.init(params), data, epochs=4)
         state, more = trainer.fit(state, data, steps=3)
         kinds = len({device_kind(device) for device in devices})
         answer = flat(trainer.answer(state).params).tolist()
         results.append({"kinds": kinds, "losses": history.losses + more.losses, "answer": answer})
-print(json.dumps(results))
+with made(devices, [1, 2]) as trainer:
+    try:
+        trainer.fit(trainer.init(params), data, epochs=1)
+    except ValueError as error:
+        print(json.dumps([*results, str(error)]))
 """
 
 
@@ -51,7 +61,8 @@ def test_nodes_of_two_clients_equal_nodes_of_one():
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    one, two = json.loads(done.stdout.splitlines()[-1])
+    one, two, refusal = json.loads(done.stdout.splitlines()[-1])
     assert (one["kinds"], two["kinds"]) == (1, 2)
     np.testing.assert_allclose(two["losses"], one["losses"], rtol=1e-9)
     np.testing.assert_allclose(two["answer"], one["answer"], rtol=1e-9)
+    assert "the devices of node 1 are cpu:cpu, cpu:cpu@2" in refusal
