@@ -95,7 +95,7 @@ def main(spec: dict[str, Any]) -> None:
     def keep(record: Any, state: Any) -> None:
         if state.cursor % samples == 0:
             seconds.append(record.seconds)
-            one = lambda x: np.array(x.addressable_data(0))[0 if state.replicas else ...]
+            one = lambda x: np.array(x.addressable_data(0)[0] if state.replicas else x)
             snapshots.append(jax.tree.map(one, state.params))
 
     with trainer:

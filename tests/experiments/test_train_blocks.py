@@ -126,7 +126,7 @@ def test_flags_without_effect_are_rejected(flags, sentence, tmp_path, capsys):
 
 def test_two_processes_train_on_the_blocks_of_the_first_as_one_process_does(tmp_path, monkeypatch, no_figures):
     (tmp_path / "of_first.py").write_text(
-        "import jax\ndef pixels(batch):\n    assert jax.process_index() == 0\n    return batch['image']\n"
+        "from hetjax import processes\ndef pixels(batch):\n    assert processes.first()\n    return batch['image']\n"
     )
     flags = [*TINY, "--strategy", "rcd-sgd", "--rates", "3,1", "--features", "of_first:pixels", "--steps", "4"]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", "TMPDIR": str(tmp_path)}

@@ -260,6 +260,31 @@ def test_only_neighbors_exchange_parameters_and_only_in_mixing_steps(monkeypatch
     assert len({len(moved) for moved, _ in drawn}) > 1  # only the links that were drawn
 
 
+@pytest.mark.parametrize("topology", ["ring", CUSTOM])
+def test_a_large_leaf_is_not_overwritten_while_neighbors_read_it(topology):
+    """On CPU devices neighbors read large leaves in place, while the update of their owner would reuse the memory.
+
+    Steps follow each other without a wait, so that updates of several workers run at the same time.
+    """
+    rng, steps, optimizer = np.random.default_rng(8), 8, optax.sgd(0.1, momentum=0.9)
+    random = lambda: {"large": rng.normal(size=(4, 512, 513)), "edge": rng.normal(size=(4, 2**14)),
+                      "small": rng.normal(size=(4, 5))}  # fmt: skip
+    narrow = lambda tree: jax.tree.map(lambda x: x.astype(np.float32), tree)
+    start, grads_S = narrow(random()), [narrow(random()) for _ in range(steps)]
+    state = State(start, None, optimizer.init(start), None, 0, 0, 4)
+    one = jax.tree.map(lambda x: x[0], start)
+    reduce, layout = opened(Decentralized(topology), 4, one, optimizer, state)
+    for grads in grads_S:
+        step(reduce, layout, [jax.tree.map(lambda x, i=i: x[i], grads) for i in range(4)], [1] * 4)
+    matrix = ring(4) if isinstance(topology, str) else topology
+    for name, x in start.items():
+        x, m = x.astype(np.float64), 0.0
+        for grads in grads_S:
+            m = 0.9 * m + grads[name]
+            x = np.einsum("ij,j...->i...", matrix, x) - 0.1 * m
+        np.testing.assert_allclose(np.asarray(reduce.state(0, 0).params[name]), x, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
 def test_a_worker_without_samples_only_mixes():
     """By hand: of 2, 4 and 0 samples the shares are 1/3, 2/3 and 1/24 over 25/24, so that workers at 1, 4 and 7 meet at
     3.16 and then move by 0.1 times sum / 6 / share."""

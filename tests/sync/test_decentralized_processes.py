@@ -6,30 +6,40 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import quick_compiles
-from decentralized_program import RUNS, results
+from decentralized_program import RUNS, WORKERS, results
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_two_processes_equal_one_process(tmp_path):
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """The runs of one process."""
+    return results(tmp_path_factory.mktemp("alone"), jax.devices()[:WORKERS])
+
+
+@pytest.mark.parametrize(("transport", "devices"), [("host", []), ("mesh", []), ("host", ["unlike"])])
+def test_two_processes_equal_one_process(tmp_path, here, transport, devices):
     path = tmp_path / "results.json"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])
+    environment = {**os.environ, "PYTHONPATH": paths, "TMPDIR": str(tmp_path), "HETJAX_TRANSPORT": transport}
     environment["XLA_FLAGS"] = quick_compiles.FLAGS  # without the eight devices of the tests
-    program = [str(ROOT / "tests/sync/decentralized_program.py"), str(path)]
+    program = [str(ROOT / "tests/sync/decentralized_program.py"), str(path), *devices]
     run = subprocess.run(
         [sys.executable, "-m", "hetjax", "launch", "--processes", "2", "--", *program],
         env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=150,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
-    there, here = json.loads(path.read_text()), results(tmp_path / "alone")
+    there = json.loads(path.read_text())
     for name in RUNS:
-        (loss, losses, held_WxP), (loss_here, losses_here, held_here_WxP) = there[name], here[name]
-        np.testing.assert_allclose(held_WxP, held_here_WxP, rtol=1e-5, atol=1e-6, err_msg=name)
+        (loss, losses, held), (loss_here, losses_here, held_here) = there[name], here[name]
+        for leaf in ("x", "large"):
+            np.testing.assert_allclose(held[leaf], held_here[leaf], rtol=1e-5, atol=1e-5, err_msg=f"{name} {leaf}")
+            assert np.ptp(held[leaf], axis=0).max() > 0.01  # the workers differ
         np.testing.assert_allclose(losses, losses_here, rtol=1e-5, err_msg=name)
         np.testing.assert_allclose(loss, loss_here, rtol=1e-5, err_msg=name)
-        assert np.ptp(held_WxP, axis=0).max() > 0.01  # the workers differ

@@ -58,7 +58,7 @@ class CrossProcessExchange:
 
     def __init__(self, link: ProcessLink, limit: float, bandwidth: float | None = None):
         self.nodes, self.limit, self.bandwidth = link.count, limit, bandwidth
-        self._slices = SliceExchange(link)
+        self.slices = SliceExchange(link)
         self._base: list[np.ndarray] = []
         self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=self._serve, name="hetjax-exchange", daemon=True).start()
@@ -91,7 +91,7 @@ class CrossProcessExchange:
         began = time.perf_counter()
         sent = outgoing(kind, leaves, self._base)
         weights = lambda notes: np.array([np.frombuffer(each, np.float64)[0] for each in notes])
-        reduced, notes = self._slices(
+        reduced, notes = self.slices(
             sent, lambda _, part_N, notes: combine(kind, part_N, weights(notes)), note.tobytes(), self.limit
         )
         result = incoming(kind, reduced, leaves, self._base)

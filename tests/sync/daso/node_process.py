@@ -1,4 +1,4 @@
-"""One node of runs over two processes: node_process.py FOLDER. Writes the result of every job to that folder."""
+"""One node of runs over two processes: node_process.py FOLDER [JOBS]. Writes the result of every job to that folder."""
 
 import json
 import logging
@@ -17,6 +17,7 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 from daso_setups import BATCH, SAMPLES, flat, tanh_net  # noqa: E402
 from sample_log import log_samples, numbered  # noqa: E402
+from second_client import second_client  # noqa: E402
 
 from hetjax import Chunked, Simulation, Trainer, checkpoint  # noqa: E402
 from hetjax.fleet.agree import Disagreement  # noqa: E402
@@ -24,7 +25,8 @@ from hetjax.simulation.speeds import constant  # noqa: E402
 from hetjax.sync.daso import Daso  # noqa: E402
 
 OPTIONS = {"warm_up": 1, "cool_down": 1, "stability": 0.9, "max_skip": 4, "wire": "full", "wait": "paper"}
-EPOCHS, WORKERS = 6, len(jax.local_devices()) - 1  # one device carries the exchanges
+SECOND = second_client()  # before JAX starts
+EPOCHS, WORKERS = 6, len(jax.local_devices())
 BYTES = 15 * 2  # sent by one of two nodes for 15 parameters in 16 bits
 
 
@@ -66,6 +68,11 @@ def whole(folder):
     return run(Daso(between="equal", **OPTIONS))
 
 
+def unlike(folder):
+    """The worker of node 1 belongs to another PJRT client: its device is of another kind than those of node 0."""
+    return run(Daso(between="equal", **OPTIONS), devices=[None, SECOND[:1]][info.process])
+
+
 def stopped(folder, requested=5):
     """Node 1 requests the end, which comes while an exchange is pending; both save, and resume in a new trainer."""
     trainer, data, state = made(Daso(between="equal", **OPTIONS))
@@ -89,12 +96,11 @@ def stopped_between(folder):
 
 def rejected(folder):
     """The errors that both nodes raise before the first step."""
-    last = {device.process_index: device for device in jax.devices()}
     messages = []
     for sync, options in (
         (Daso(**OPTIONS), {"seed": info.process}),
         (Daso(nodes=2), {}),
-        (Daso(), {"devices": list(last.values())}),
+        (Daso(), {"transport": "host"}),
         (Daso(), {"capacity": 1}),
     ):
         try:
@@ -180,17 +186,18 @@ def wait_until(condition, limit=30):
 
 
 def straggler(folder):
-    """Node 1 pauses until node 0 has entered an exchange without it; which nodes are missing from it then."""
-    missing = []
+    """Node 1 pauses until node 0 has entered an exchange without it; which nodes have entered that exchange then."""
+    entered = []
 
     def pause(trainer, record):
         if record.step == 8 and info.process == 1:
-            progress = trainer.sync.reduce.exchange.progress
-            following = progress.last(1) + 1
-            wait_until(lambda: progress.last(0) == following)
-            missing.extend(progress.missing(following))
+            reduce = trainer.sync.reduce
+            channel = reduce.exchange.slices.channel
+            following = channel.number, channel.round, 0, 0  # the first message of node 0
+            wait_until(lambda: following in channel.carrier._mail)
+            entered.extend([following in channel.carrier._mail, reduce._pending is not None])
 
-    return run(Daso(between="equal", **OPTIONS), hook=pause) | {"missing": missing}
+    return run(Daso(between="equal", **OPTIONS), hook=pause) | {"entered": entered}
 
 
 def timed_out(folder):
@@ -208,10 +215,9 @@ def timed_out(folder):
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
-    quick = whole, stopped, stopped_between, rejected, narrow, apart, altered, poisoned
-    for job in (*quick, overlapping, paced, inside, straggler, timed_out):
-        result = job(folder)
-        (folder / f"{job.__name__}-{info.process}.json").write_text(json.dumps(result))
-    wait_until((folder / f"timed_out-{1 - info.process}.json").exists)  # leaving first would end the other
-    leave(0, together=False)
+    quick = whole, unlike, stopped, stopped_between, rejected, narrow, apart, altered, poisoned
+    jobs = {job.__name__: job for job in (*quick, overlapping, paced, inside, straggler, timed_out)}
+    folder, names = Path(sys.argv[1]), sys.argv[2:] or list(jobs)
+    for name in names:
+        (folder / f"{name}-{info.process}.json").write_text(json.dumps(jobs[name](folder)))
+    leave(0, together=True)

@@ -26,20 +26,18 @@ ROOT = Path(__file__).parents[3]
 EPOCH = -(-SAMPLES // BATCH)
 
 
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory):
-    """The results of both nodes in every job of node_process.py: {job: [node 0, node 1]}."""
-    folder = tmp_path_factory.mktemp("nodes")
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HETJAX_", "XLA_FLAGS"))}
+def results_of(folder, transport, *jobs):
+    """The results of both nodes in these jobs of node_process.py, or in all: {job: [node 0, node 1]}."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HETJAX_", "XLA_FLAGS", "JAX_"))}
     address = f"127.0.0.1:{free_port('127.0.0.1')}"
     processes = []
     for node, workers in enumerate((2, 1)):
         variables = {
-            "HETJAX_COORDINATOR": address, "HETJAX_PROCESSES": "2", "HETJAX_PROCESS": str(node), "JAX_PLATFORMS": "cpu",
-            "JAX_NUM_CPU_DEVICES": str(workers + 1), "XLA_FLAGS": quick_compiles.FLAGS,
+            "HETJAX_COORDINATOR": address, "HETJAX_PROCESSES": "2", "HETJAX_PROCESS": str(node),
+            "HETJAX_TRANSPORT": transport, "JAX_NUM_CPU_DEVICES": str(workers), "XLA_FLAGS": quick_compiles.FLAGS,
             "PYTHONPATH": str(ROOT),
         }  # fmt: skip
-        command = [sys.executable, str(PROGRAM), str(folder)]
+        command = [sys.executable, str(PROGRAM), str(folder), *jobs]
         log = (folder / f"log-{node}").open("w")
         processes.append(subprocess.Popen(command, env=kept | variables, cwd=ROOT, stdout=log, stderr=log))
         log.close()
@@ -52,6 +50,11 @@ def seen(tmp_path_factory):
     assert codes == [0, 0], [(folder / f"log-{node}").read_text()[-3000:] for node in range(2)]
     jobs = {path.name.rpartition("-")[0] for path in folder.glob("*.json")}
     return {job: [json.loads((folder / f"{job}-{node}.json").read_text()) for node in range(2)] for job in jobs}
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    return results_of(tmp_path_factory.mktemp("nodes"), "host")
 
 
 def test_equals_the_run_of_one_process(seen):
@@ -71,6 +74,24 @@ def test_equals_the_run_of_one_process(seen):
     blocking = np.r_[0:EPOCH, 5 * EPOCH : 6 * EPOCH]
     np.testing.assert_allclose(ours[blocking], np.array(history.losses)[blocking], rtol=1e-4)
     np.testing.assert_array_equal(ours[blocking], theirs[blocking])
+
+
+def test_nodes_of_unlike_kinds(seen):
+    """One program cannot span the devices of two clients; the run is that of two nodes of one kind."""
+    for unlike, whole in zip(seen["unlike"], seen["whole"], strict=True):
+        np.testing.assert_allclose(unlike["answer"], whole["answer"], rtol=1e-5)
+        np.testing.assert_allclose(
+            [r["loss"] for r in unlike["records"]], [r["loss"] for r in whole["records"]], rtol=1e-5
+        )
+    assert seen["unlike"][0]["answer"] == seen["unlike"][1]["answer"]
+
+
+def test_processes_with_one_backend(seen, tmp_path):
+    """Where one JAX backend spans all processes, nodes still plan and exchange on their own."""
+    meshed = results_of(tmp_path, "mesh", "whole", "stopped")
+    for own, whole in zip(meshed["whole"], seen["whole"], strict=True):
+        np.testing.assert_allclose(own["answer"], whole["answer"], rtol=1e-5)
+    check_stopped(meshed)
 
 
 def records_of(job):
@@ -131,6 +152,10 @@ def test_counts_inside_a_node_follow_its_workers(seen):
 
 
 def test_a_stop_request_of_one_node_ends_both_and_they_resume(seen):
+    check_stopped(seen)
+
+
+def check_stopped(seen):
     for stopped, whole in zip(seen["stopped"], seen["whole"], strict=True):
         assert stopped["pending"]
         assert stopped["after"] == EPOCH + 1
@@ -147,10 +172,10 @@ def test_a_run_stopped_between_exchanges_does_not_stop_again(seen):
 
 
 def test_invalid_configurations_are_rejected_on_both(seen):
-    for seed, nodes, carrier, capacity in seen["rejected"]:
+    for seed, nodes, transport, capacity in seen["rejected"]:
         assert "Process 1 differs from process 0 in its seed: 1 instead of 0" in seed
         assert "nodes=2 groups the workers of one process, but there are 2 processes" in nodes
-        assert "in process 0, 1 it is a worker too" in carrier
+        assert "needs devices of one kind and transport 'mesh' or 'auto'" in transport
         assert "The nodes can take 3 samples a step in all (capacities [2, 1]), but batch_size is 8" in capacity
 
 
@@ -183,12 +208,12 @@ def test_a_node_with_a_nonfinite_loss_is_named(seen):
 
 def test_nodes_wait_for_a_straggler(seen):
     """Node 0 enters an exchange long before node 1, and the run is unchanged."""
-    assert [node["missing"] for node in seen["straggler"]] == [[], [1]]
+    assert [node["entered"] for node in seen["straggler"]] == [[], [True, False]]
     for straggler, whole in zip(seen["straggler"], seen["whole"], strict=True):
         np.testing.assert_allclose(straggler["answer"], whole["answer"], rtol=1e-5)
 
 
 def test_a_missing_node_is_named(seen):
     first, second = seen["timed_out"]
-    assert "node 1 did not enter it" in first
-    assert "node 0 did not enter it" in second
+    assert "Process 1 did not send its part of an exchange within 1 s" in first
+    assert "Process 0 did not send its part of an exchange within 1 s" in second
