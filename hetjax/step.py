@@ -460,9 +460,10 @@ class Step:
         return state
 
     def _reduce_options(self, session: Session) -> ReduceOptions:
-        """Transport and update, with the workers' speeds as far as their kinds tell."""
+        """Transport and update, with the workers' speeds as the last plan or else their kinds tell."""
         rate_of = getattr(session.engine, "rate_of", lambda kind: 1.0)
-        return replace(self.options, rate_W=np.array([rate_of(worker.kind) for worker in self.workers.members]))
+        by_kind = [rate_of(worker.kind) for worker in self.workers.members]
+        return replace(self.options, rate_W=self._shares_W if np.ptp(self._shares_W) else np.array(by_kind))
 
     def _span(self, live: LiveState, batch: HostBatch) -> Span:
         epoch, start = divmod(live.cursor, self.epoch_size or _NO_EPOCH)
