@@ -5,6 +5,7 @@ the workers of each process belong to two PJRT clients.
 """
 
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -102,7 +103,7 @@ def main():
 
     from hetjax.fleet.distributed import initialize, leave
 
-    jax.config.update("jax_num_cpu_devices", WORKERS // 2)
+    jax.config.update("jax_num_cpu_devices", WORKERS // int(os.environ["HETJAX_PROCESSES"]))
     info = initialize(wait_limit=60, heartbeat_limit=20)
     path, *unlike = sys.argv[1:]
     devices = [*second_client()[:1], jax.devices("cpu")[0]] if unlike else jax.devices()

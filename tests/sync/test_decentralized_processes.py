@@ -1,4 +1,4 @@
-"""Decentralized SGD over two processes equals the run of one process, with a checkpoint half way."""
+"""Decentralized SGD over several processes equals the run of one process, with a checkpoint half way."""
 
 import json
 import os
@@ -23,15 +23,18 @@ def here(tmp_path_factory):
     return results(tmp_path_factory.mktemp("alone"), jax.devices()[:WORKERS])
 
 
-@pytest.mark.parametrize(("transport", "devices"), [("host", []), ("mesh", []), ("host", ["unlike"])])
-def test_two_processes_equal_one_process(tmp_path, here, transport, devices):
+@pytest.mark.parametrize(
+    ("processes", "transport", "devices"),
+    [(2, "host", []), (4, "host", []), (2, "mesh", []), (2, "host", ["unlike"])],
+)
+def test_several_processes_equal_one_process(tmp_path, here, processes, transport, devices):
     path = tmp_path / "results.json"
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])
     environment = {**os.environ, "PYTHONPATH": paths, "TMPDIR": str(tmp_path), "HETJAX_TRANSPORT": transport}
     environment["XLA_FLAGS"] = quick_compiles.FLAGS  # without the eight devices of the tests
     program = [str(ROOT / "tests/sync/decentralized_program.py"), str(path), *devices]
     run = subprocess.run(
-        [sys.executable, "-m", "hetjax", "launch", "--processes", "2", "--", *program],
+        [sys.executable, "-m", "hetjax", "launch", "--processes", str(processes), "--", *program],
         env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=150,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
