@@ -15,6 +15,7 @@ from hetjax.sampling.order import Sampler
 from hetjax.trainer import Trainer
 
 GROUP, BATCH, SAMPLES = 4, 24, 58  # the last step of an epoch has 10 samples: two groups and a half
+LADDER = hetjax.Chunked(rungs=[2 * GROUP, BATCH])
 RNG = np.random.default_rng(0)
 DATA = {
     "x": RNG.normal(1.0, 2.0, (SAMPLES, 3, 5)).astype(np.float32),
@@ -73,7 +74,9 @@ def plain(tree):
 
 
 @pytest.mark.parametrize("transport", ["mesh", pytest.param("host", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("engine", ["chunked", pytest.param("looped", marks=pytest.mark.slow), "masked"])
+@pytest.mark.parametrize(
+    "engine", [LADDER, pytest.param("looped", marks=pytest.mark.slow), "masked"], ids=["chunked", "looped", "masked"]
+)
 def test_groups_give_the_same_training_for_any_split(engine, transport):
     model, optimizer = flax_model(), optax.sgd(0.1, momentum=0.9)
     assert model.quantum == GROUP
@@ -160,6 +163,7 @@ def test_linen_gives_the_same_numbers_as_nnx():
             batch_size=BATCH,
             controller="equal",
             devices=jax.devices()[:2],
+            engine=LADDER,
         ) as trainer:
             state, history = trainer.fit(trainer.init(made.params, made.model_state), DATA, steps=3)
             results.append((history.losses, trainer.evaluate(state, DATA)["loss"]))
@@ -189,6 +193,7 @@ def test_dropout_depends_on_the_sample_and_not_on_the_split():
             batch_size=BATCH,
             controller=RandomPlans(seed),
             devices=jax.devices()[:workers],
+            engine=LADDER,
         ) as trainer:
             runs.append(trainer.fit(trainer.init(model.params), DATA, steps=4)[1].losses)
     np.testing.assert_allclose(runs[0], runs[1], rtol=1e-5)

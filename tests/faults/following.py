@@ -8,7 +8,7 @@ from pathlib import Path
 
 import launching
 
-LIMIT = 120.0  # seconds, on a busy machine
+LIMIT = launching.LIMIT
 
 
 def until(condition, what):
