@@ -396,8 +396,10 @@ class HostSharded(HostSums):
         if timed_W.any():
             rate_W = np.where(timed_W, report.rows_W / np.where(timed_W, report.times_W, 1.0), 0.0)
             seen_P = np.bincount(self.workers.process_W, rate_W, minlength=len(self.rate_P))
-            blend_P = self.rate_P + _LEARNED * (seen_P - self.rate_P) if self._since else seen_P
-            self.rate_P = np.where(seen_P > 0, blend_P, self.rate_P)
+            timed_P = seen_P > 0
+            if not self._since:  # until now only relative speeds were known
+                self.rate_P = self.rate_P * (seen_P[timed_P].sum() / self.rate_P[timed_P].sum())
+            self.rate_P = np.where(timed_P, self.rate_P + _LEARNED * (seen_P - self.rate_P), self.rate_P)
         self._since += 1
         return report
 
@@ -419,6 +421,7 @@ class HostSharded(HostSums):
         """Give pieces to other owners, with the state of their optimizer; collective."""
         before, owned = self.exchange.owners, dict(core.owned)
         self.own(share_P)
+        core = self._refreshed(core, [process for process in self.owners if process not in core.fresh])
         for k, piece in enumerate(self.pieces):
             old, new = before[k], self.exchange.owners[k]
             if old == new:

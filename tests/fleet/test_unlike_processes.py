@@ -102,3 +102,15 @@ def test_the_optimizer_state_of_a_process_is_its_share(tmp_path):
     whole = there[0]["whole"]
     assert sum(result["own"] for result in there) >= 0.99 * whole
     assert max(result["own"] for result in there) <= 1.05 * whole / 4
+
+
+def test_owners_may_change_while_processes_sit_out(tmp_path):
+    """A process without samples that becomes an owner gets the current parameters first."""
+    there = run("owners", tmp_path, 2)
+    loss_fn, params, data = unlike_program.mlp()
+    optimizer, _ = unlike_program.optimizer_of("momentum")
+    state, history = unlike_program.train(loss_fn, optimizer, data, params, 24, devices=jax.devices()[:1])
+    for result in there:
+        np.testing.assert_allclose(result["losses"], history.losses, rtol=1e-5)
+        close(result["params"], unlike_program.plain(state.params))
+        close(result["state"], unlike_program.plain(state.opt_state))

@@ -3,12 +3,14 @@
     controllers   one process with two PJRT clients: every controller, and one device alone
     mixed         three processes: two clients; two devices; one device
     bits          sharded and replicated updates for 200 steps; the bytes of all parameters in the end
+    owners        two processes that compute in turns, while the owners of the slices change
     optimizers    sharded and replicated updates of every optimizer, with given shares of the slices
 
 Every process writes its results as JSON.
 """
 
 import hashlib
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -186,6 +188,44 @@ def optimizers(folder, info):
     return found
 
 
+def turns(controller_base):
+    """A controller that gives all samples to one worker for three steps, then to the other."""
+    from hetjax.planning.controllers.base import Plan
+
+    class Turns(controller_base):
+        planned = 0
+
+        def plan(self, batch, limits, epoch=0):
+            counts_W = np.zeros(limits.workers, np.int64)
+            counts_W[self.planned // 3 % limits.workers] = batch
+            self.planned += 1
+            return Plan(counts_W)
+
+        def state_dict(self):
+            return {}
+
+    return Turns(SEED)
+
+
+def owners(folder, info):
+    """Owners change at every second step, also to a process that sat out and has old parameters."""
+    from problems import RandomPlans
+
+    from hetjax.reduce import sharded
+
+    loss_fn, params, data = mlp()
+    looks = itertools.count()
+    alternate = lambda *_: np.eye(2)[next(looks) // 2 % 2]
+    optimizer, _ = optimizer_of("momentum")
+    with (
+        patch.object(sharded, "shares", alternate),
+        patch.object(sharded, "_SETTLED", 2),
+        patch.object(sharded, "_WORTH", 0.0),
+    ):
+        state, history = train(loss_fn, optimizer, data, params, 24, update="sharded", controller=turns(RandomPlans))
+    return {"losses": history.losses, "params": plain(state.params), "state": plain(state.opt_state)}
+
+
 def owned_bytes(folder, info):
     """Bytes of the optimizer state in this process, and of all of it."""
     import jax
@@ -218,7 +258,9 @@ def main():
 
     jax.config.update("jax_num_cpu_devices", 2 if case == "mixed" else 1)
     info = initialize(wait_limit=60, heartbeat_limit=10)
-    result = {"mixed": mixed, "bits": bits, "optimizers": optimizers, "bytes": owned_bytes}[case](folder, info)
+    result = {"mixed": mixed, "bits": bits, "optimizers": optimizers, "bytes": owned_bytes, "owners": owners}[case](
+        folder, info
+    )
     Path(folder, f"{info.process}.json").write_text(json.dumps(result))
     leave(0, together=True)
 
