@@ -117,8 +117,8 @@ def sentences(workers: Workers, found: Mapping[str, Any]) -> list[str]:
     Args:
         workers: all workers.
         found: `transport`, how sums travel; `rates_W`, samples/s of each worker; `samples_per_s` of whole steps;
-            `exchange_seconds`, the time of one exchange of the model's size, or None; `benched`, workers that would not
-            be used, with the reason.
+            `exchange_seconds`, the time of a step beyond its slowest local phase, or None; `benched`, workers that
+            would not be used, with the reason.
     """
     all_rates = float(np.nansum(found["rates_W"]))
     lines = [
@@ -127,19 +127,16 @@ def sentences(workers: Workers, found: Mapping[str, Any]) -> list[str]:
         f"Sums travel by {_ways(workers, found['transport'])}.",
     ]
     if found["exchange_seconds"] is not None:
-        lines[-1] += f" One exchange of this model's size takes {1e3 * max(0.0, found['exchange_seconds']):.1f} ms."
+        lines[-1] += f" A step takes {1e3 * max(0.0, found['exchange_seconds']):.1f} ms beyond its slowest local phase."
     lines += [f"Worker {worker} would be benched: {reason}." for worker, reason in sorted(found["benched"].items())]
     return lines
 
 
 def _ways(workers: Workers, transport: str) -> str:
     """How sums travel, inside processes and between them."""
-    between = {
-        True: "between processes over ZeroMQ (host)",
-        False: "between processes by XLA's collectives (mesh)",
-    }[workers.by_host]
-    inside = f"{transport} inside each process" if workers.by_host else transport
-    return f"{inside}, {between}" if workers.several_processes else transport
+    if not workers.several_processes:
+        return transport
+    return "host, between processes over ZeroMQ" if workers.by_host else "mesh, between processes by XLA's collectives"
 
 
 def _number(count: int, noun: str, plural: str = "s") -> str:

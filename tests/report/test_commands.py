@@ -17,8 +17,8 @@ from hetjax.devices.workers import Worker, Workers
 def test_check_describes_the_devices_and_verifies_their_results(capsys):
     assert main(["check", "--devices", "2"]) == 0
     printed = capsys.readouterr().out
-    for word in ("cpu:0", "cpu:1", "GiB", "Engine chunked", "Ladder for cpu", "Sums travel by psum", "samples/s",
-                 "One exchange of this model's size takes", "agree"):  # fmt: skip
+    for word in ("cpu:0", "cpu:1", "GiB", "Engine chunked", "Ladder for cpu", "Sums travel by mesh", "samples/s",
+                 "beyond its slowest local phase", "agree"):  # fmt: skip
         assert word in printed
 
 
@@ -27,7 +27,7 @@ def test_the_fleet_fits_80_columns_and_names_who_is_benched():
     members = [Worker(k, kind.partition(":")[0], kind, f"cuda:{k}", 80 * 2**30) for k, kind in enumerate(kinds)]
     workers = Workers(tuple(members), ())
     found = {
-        "transport": "hub",
+        "transport": "host",
         "rates_W": np.array([120_345.6, 20_000.0, np.nan]),
         "samples_per_s": 130_000.0,
         "exchange_seconds": 0.0123,
@@ -41,8 +41,8 @@ def test_the_fleet_fits_80_columns_and_names_who_is_benched():
     assert lines[1].split() == ["0", "0", "cuda:0", "NVIDIA", "A100-SXM4-80GB", "80.0", "GiB", "120,346", "yes"]
     assert lines[3].split()[-2:] == ["-", "benched"]
     text = " ".join(sentences(workers, found))
-    assert "Sums travel by hub inside each process, between processes over ZeroMQ (host)." in text
-    assert "One exchange of this model's size takes 12.3 ms." in text
+    assert "Sums travel by host, between processes over ZeroMQ." in text
+    assert "A step takes 12.3 ms beyond its slowest local phase." in text
     assert "Worker 2 would be benched: without it a step takes 4.0 instead of 5.0 ms." in text
 
 
