@@ -55,7 +55,10 @@ def test_a_short_benchmark_end_to_end(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench_async, "PHASE", 0.004)
     monkeypatch.setattr(bench_async, "digits", lambda: replace(easy, target=1.9))
     monkeypatch.setattr(bench_async, "simulated_speed_up", lambda: 2.0)
-    easy = digits()
+    easy, charged, figures_of = digits(), [], bench_async.run_figures
+    monkeypatch.setattr(
+        bench_async, "run_figures", lambda history, hook: charged.append(history) or figures_of(history, hook)
+    )
     bench_async.main(tmp_path / "found.json", quick=True)
     (ratio,) = found = json.loads((tmp_path / "found.json").read_text())
     assert ratio == "1:16"
@@ -73,4 +76,6 @@ def test_a_short_benchmark_end_to_end(tmp_path, monkeypatch, capsys):
     longest = bench_async.BATCH / 2 * row_time(16)
     assert equal["time_to_target_s"] > 0.9 * steps * longest
     assert balanced["time_to_target_s"] > 2 * 0.9 * longest
+    (history,) = [history for history in charged if history.controller == "balanced"]
+    assert history.counts[:2].tolist() == [[bench_async.BATCH // 2] * 2] * 2
     assert "choice" in capsys.readouterr().out
