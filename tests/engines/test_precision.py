@@ -95,7 +95,8 @@ def test_every_engine_computes_in_the_dtype_like_a_plain_loop_over_the_same_micr
 
 
 def test_float32_is_the_default_to_the_bit():
-    plans = lambda: {"controller": RandomPlans(1)}
+    # One rung: with several, measured prices choose the microbatches, and the last bits follow them.
+    plans = lambda: {"controller": RandomPlans(1), "engine": Chunked(rungs=[4])}
     default, named, mapped = (
         train(**plans(), **options)
         for options in ({}, {"compute_dtype": "float32"}, {"compute_dtype": {"cpu": jnp.float32, "gpu": "bfloat16"}})
