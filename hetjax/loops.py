@@ -117,6 +117,8 @@ def _run(
         if (record := step.flush()) is not None:
             recorder.add(record, live.view())
         recorder.finish(history.own_rates(), waited())
+        if step.bench is not None and step.bench.events:
+            history.more["benched"] = list(step.bench.events)
     return live.whole(), history
 
 

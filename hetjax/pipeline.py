@@ -10,6 +10,7 @@ n - 2.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
@@ -92,6 +93,8 @@ class Pipeline:
         self._cold = set(range(len(sessions))) if simulation is None else set()
         self._running: _Running | None = None
         self._summed: tuple[PlannedStep, Any] | None = None
+        self._ended: float | None = None  # when the sum of the last step was dispatched
+        self._seconds: float | None = None  # between the last two of these; None: not timed
 
     def submit(self, batch: HostBatch, span: Span, plan: Plan) -> Finished | None:
         """Pack this process's rows of a batch and push their step. A failed push abandons the running step."""
@@ -134,6 +137,9 @@ class Pipeline:
         self.core, tail = self.reduce(self.core, parts_w, slots_w, running.step)
         self.replicas = self.reduce.replicas(self.core, tail)
         self._summed, self.made = (running.step, tail), self.made + 1
+        now, before = time.perf_counter(), self._ended
+        self._seconds = None if before is None or not running.timed or self._compiling else now - before
+        self._ended = now
 
     def flush(self) -> Finished | None:
         """Complete the running step and return it with its report; None if that was returned before."""
@@ -222,7 +228,8 @@ class Pipeline:
         if self.learn is not None:
             times_W = np.where(step.plan.counts_W > 0, report.times_W, np.nan)
             counts_W, epoch = step.plan.counts_W, step.span.epoch
-            self.learn(Observation(counts_W, step.work_W, np.round(times_W, 6), epoch, step.number))
+            before = float(report.before_W[np.argmax(counts_W > 0)])  # by one clock for all processes
+            self.learn(Observation(counts_W, step.work_W, np.round(times_W, 6), epoch, step.number, before))
         return step, report
 
     def _slots(self, running: _Running, results: Sequence[LocalResult]) -> list[list[float]]:
@@ -236,6 +243,7 @@ class Pipeline:
                 stop,
                 save,
                 running.left,
+                self._seconds,
             )
             for i, result in zip(self.session.engine.workers.local, results, strict=True)
         ]

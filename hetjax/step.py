@@ -24,7 +24,8 @@ from hetjax.evaluation import mean_over, outputs_over
 from hetjax.history import Record, RunLog
 from hetjax.nonfinite import NonFiniteError, NonFinitePolicy
 from hetjax.pipeline import Finished, Pipeline, Requests
-from hetjax.planning.controllers.base import Controller, Plan
+from hetjax.planning.bench import Bench
+from hetjax.planning.controllers.base import Controller, Observation, Plan
 from hetjax.reduce.layout import MANY, Value
 from hetjax.reduce.optimizer import check_optimizer, check_params, init_optimizer
 from hetjax.reduce.trainable import trainable
@@ -178,6 +179,7 @@ class Step:
         self._first = 0  # number of steps made before `open`
         self._left: dict[int, np.ndarray] = {}  # by step since then: batches left in each worker's process
         self._log = RunLog()
+        self.bench: Bench | None = None  # where workers can leave the exchange
 
     # -- in a training loop --
 
@@ -359,9 +361,10 @@ class Step:
             self.seed, capacity, epoch_size, end,
         )  # fmt: skip
         reduce, core = self.sync.open(setting, state)
+        self._open_bench(getattr(reduce, "may_sit_out", False))
         self._pipeline = pipeline = Pipeline(
             sessions, reduce, core, seed=self.seed, made=state.step, requests=self.requests, simulation=self.simulation,
-            learn=lambda seen: self.controller.observe(seen),
+            learn=self._learn,
         )  # fmt: skip
         if self.simulation is not None and self.simulation.row_time is None:
             calibrate(self.simulation, sessions[0], pipeline.replicas, Rows(sample, 0), self.limit, self.seed)
@@ -385,9 +388,11 @@ class Step:
             return Plan(np.zeros(limits.workers, np.int64))
         if limits.minimum_W.sum() > batch:  # a short last step may be too small for all
             limits = replace(limits, minimum_W=np.zeros_like(limits.minimum_W))
+        if self.bench is not None:
+            limits = self.bench.limits(batch, limits)
         plan = self.controller.plan(batch, limits, epoch)
         limits.check_counts(plan.counts_W, batch, f"The controller {self.controller.name!r}")
-        return plan
+        return plan if self.bench is None else self.bench.planned(plan)
 
     def run(self, state: LiveState, batch: HostBatch, span: Span, plan: Plan) -> tuple[LiveState, Record | None]:
         """Start a step at given positions with a given plan; `__call__` takes both from the cursor and the controller.
@@ -458,6 +463,21 @@ class Step:
             )
         self._pipeline.check_last(state.step)
         return state
+
+    def _open_bench(self, may_sit_out: bool) -> None:
+        """Bench workers that do not pay where they can leave the exchange, and where the controller balances."""
+        by_host = self.workers.several_processes
+        member_W = self.workers.process_W if by_host else np.arange(len(self.workers))
+        if not (may_sit_out and getattr(self.controller, "benches", False) and np.ptp(member_W)):
+            self.bench = None
+            return
+        self.bench = self.bench or Bench(member_W, "process" if by_host else "worker")
+        self.bench.begin()
+
+    def _learn(self, observation: Observation) -> None:
+        self.controller.observe(observation)
+        if self.bench is not None:
+            self.bench.observe(observation)
 
     def _reduce_options(self, session: Session) -> ReduceOptions:
         """Transport and update, with the workers' speeds as the last plan or else their kinds tell."""

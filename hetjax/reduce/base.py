@@ -42,10 +42,12 @@ class OnDemand(Sequence[Any]):
 
 
 def own_slots(
-    seconds: float | None, rows: int, checksum: int, stop: bool = False, save: bool = False, left: int = MANY
-) -> list[float]:
+    seconds: float | None, rows: int, checksum: int, stop: bool = False, save: bool = False, left: int = MANY,
+    before: float | None = None,
+) -> list[float]:  # fmt: skip
     """The values that the host of a worker adds to its sums, in the order of `SLOTS`."""
-    return [-1.0 if seconds is None else round(seconds * 1e6), rows, checksum, stop, save, left]
+    us = lambda seconds: -1.0 if seconds is None else round(seconds * 1e6)
+    return [us(seconds), rows, checksum, stop, save, left, us(before)]
 
 
 class Reduce(Protocol):

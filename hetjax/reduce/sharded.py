@@ -60,6 +60,8 @@ class ShardedRule:
 class HostSharded(HostSums):
     """The owner of a piece updates it and sends the new parameters to all.
 
+    A process on the bench (`Plan.benched_W`) owns nothing.
+
     Args:
         workers: all workers.
         layout: the layout of their sums.
@@ -69,6 +71,8 @@ class HostSharded(HostSums):
         limit_P: the most that each process has memory for.
         device: where this process updates its pieces.
     """
+
+    may_sit_out = True
 
     def __init__(
         self,
@@ -82,6 +86,7 @@ class HostSharded(HostSums):
     ):
         self.rule, self.device, self.limit_P = rule, device, limit_P
         self.rate_P, self.share_P, self._since = rate_P, shares(rate_P, limit_P), 0
+        self._used_P = np.ones(len(rate_P), bool)  # processes that are not on the bench
         params, model_state, *_ = core
         self.trained = jax.eval_shape(lambda: trainable(params))
         self.constants = with_trained(params, jax.tree.map(lambda x: np.zeros(0, x.dtype), self.trained))
@@ -137,7 +142,7 @@ class HostSharded(HostSums):
     def __call__(
         self, core: HostCore, parts_w: Sequence[Parts], slots_w: Sequence[list[float]], step: PlannedStep
     ) -> tuple[HostCore, np.ndarray]:
-        core = self._rebalanced(core)
+        core = self._rebalanced(core, step)
         exchange, senders, involved = self.exchange, self.contributors(step), self.involved(step)
         if self.me not in involved:
             exchange.note(np.asarray(slots_w, np.float64), involved[0])
@@ -403,11 +408,22 @@ class HostSharded(HostSums):
         self._since += 1
         return report
 
-    def _rebalanced(self, core: HostCore) -> HostCore:
+    def _rebalanced(self, core: HostCore, step: PlannedStep) -> HostCore:
         """Give pieces to other owners where speeds have changed enough to pay for moving the optimizer state."""
-        if self._since < _SETTLED or self._since % _SETTLED or len(self.pieces) == 0:
+        benched_W = step.plan.benched_W
+        idle_W = np.zeros(len(self.workers), bool) if benched_W is None else benched_W
+        used_P = np.bincount(self.workers.process_W, ~idle_W, minlength=len(self.rate_P)) > 0
+        changed = not np.array_equal(used_P, self._used_P)
+        self._used_P = used_P
+        if not changed and (self._since < _SETTLED or self._since % _SETTLED or len(self.pieces) == 0):
             return core
-        share_P = shares(np.round(self.rate_P, 3), self.limit_P)
+        rate_P = np.round(self.rate_P, 3)
+        if self.limit_P[used_P & (rate_P > 0)].sum() >= 1:  # otherwise their memory is needed
+            rate_P = np.where(used_P, rate_P, 0.0)
+        share_P = shares(rate_P, self.limit_P)
+        if changed:
+            self.share_P = share_P
+            return self.hand_over(core, share_P)
         owners = assign([piece.size for piece in self.pieces], share_P)
         sizes = np.array([piece.size for piece in self.pieces], float) / sum(piece.size for piece in self.pieces)
         owned = lambda owners: np.bincount(owners, sizes, minlength=len(share_P))

@@ -238,6 +238,7 @@ class HubReduce:
     """Sum and update on one device, for workers of several kinds in one process."""
 
     name = "host"
+    may_sit_out = True
 
     def __init__(self, workers: Workers, layout: Layout, update: Update, core: Any, lead: jax.Device):
         self.workers, self.layout, self.update, self.lead = workers, layout, update, lead

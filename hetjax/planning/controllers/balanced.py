@@ -99,6 +99,7 @@ class Balanced(ControllerBase[BalancedState]):
     """
 
     name = "balanced"
+    benches = True
 
     def __init__(
         self,

@@ -26,6 +26,7 @@ class Plan:
     reason: str = ""  # for the log: "first plan", "worker 2 holds up the others: predicted gain 18%"
     # a_i of a step's gradient sum_i a_i g_i, g_i the mean of worker i; None: a_i = b_i / B, which is unbiased
     mean_weights_W: np.ndarray | None = None
+    benched_W: np.ndarray | None = None  # workers that leave the exchange, too (`hetjax.planning.bench`)
 
     @cached_property
     def weights_W(self) -> np.ndarray | None:
@@ -60,6 +61,7 @@ class Observation:
     times_W: np.ndarray  # float64 seconds, rounded to 1 microsecond; NaN where there is no valid timing
     epoch: int = 0
     step: int = 0
+    seconds_before: float = float("nan")  # of the whole step before this one, exchange included; NaN: not timed
 
     @property
     def valid_W(self) -> np.ndarray:
@@ -113,6 +115,7 @@ class ControllerBase(ABC, Generic[StateT]):
     """
 
     name: ClassVar[str]
+    benches: ClassVar[bool] = False  # workers that do not pay may be left out: see `hetjax.planning.bench`
     state: StateT
 
     def __init__(self) -> None:
