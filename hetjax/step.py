@@ -43,6 +43,7 @@ Tree = Any
 AnyState = State | LiveState
 
 _FORMER_TRANSPORTS = {"psum": "mesh", "hub": "host"}
+_MOST_MEMORY = 2**60  # bytes
 _NO_EPOCH = 2**31  # the epoch's length without epochs: positions are 32-bit integers
 
 
@@ -83,6 +84,8 @@ class Step:
         devices: one worker per device. Default: all devices that JAX sees.
         speeds: simulated relative speeds, one per worker, or a `hetjax.Simulation`. Default: real speeds.
         capacity: maximum samples of a worker in a step; one number, or one per worker. Default: chosen by the engine.
+        memory: bytes of each worker for parameters, gradients and its slice of the optimizer state; one number, or
+            one per worker. Bounds the slices of the sharded update. Default: as reported by the devices.
         quantum: counts are multiples of it. Default: the model's (the group of BatchNorm or `batch_loss`), or 1.
         compute_dtype: dtype of parameters and inputs in `loss_fn`, such as 'bfloat16', or one per kind of device or
             platform: `{"Tesla T4": "float32", "default": "bfloat16"}`. Parameters, model state and sums stay float32.
@@ -121,6 +124,7 @@ class Step:
         devices: Sequence[jax.Device] | None = None,
         speeds: Sequence[float] | Simulation | None = None,
         capacity: PerWorker = None,
+        memory: PerWorker = None,
         quantum: int | None = None,
         compute_dtype: ComputeDtype = None,
         eval_fn: Callable[..., Any] | None = None,
@@ -153,6 +157,8 @@ class Step:
         self.batch_size = whole("batch_size", batch_size, 1, MOST_SAMPLES)
         self.seed = whole("seed", seed, 0, MOST_SEED)
         self.workers = self.sync.workers(devices)
+        if memory is not None:
+            self.workers = self.workers.with_memory(per_worker("memory", memory, 1, self.workers, _MOST_MEMORY))
         self.clip_norm = None if clip_norm is None else number("clip_norm", clip_norm, above=0)
         self.options = ReduceOptions(_FORMER_TRANSPORTS.get(transport, transport), update, update_on)
         check_options(self.options, self.workers)

@@ -1,6 +1,7 @@
 """Imports go one way: every folder and file of the package has its place in ORDER and imports only from below."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -99,6 +100,8 @@ def test_only_the_fleet_asks_jax_which_process_this_is():
     others = {*files(), *(PACKAGE.parent / "experiments").rglob("*.py")}.difference(allowed)
     wrong = [f"{path}, line {line}" for path in sorted(others) for line in asks_jax_for_processes(path)]
     assert not wrong
+    for notebook in (PACKAGE.parent / "colab").glob("*.ipynb"):
+        assert not re.search("process_index|process_count", notebook.read_text()), notebook
 
 
 def asks_jax_for_processes(path: Path) -> list[int]:

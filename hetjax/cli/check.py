@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,7 @@ from hetjax.sampling.order import Sampler
 from hetjax.trainer import Trainer
 from hetjax.zoo.tasks import Task, make_task
 
-BATCH, STEPS = 512, 8
+BATCH, STEPS = 512, 32  # steps that also try what the fleet does without a member
 TOLERANCE = 1e-4  # relative difference of two updates that rounding explains
 
 
@@ -62,7 +62,12 @@ def check(devices: str | int | None, console: Console) -> None:
         alone = _one_step_on_one_device(task, workers.own[0])
         distances_P = processes.gather(_distance(state.params, alone, task.model.params))
         _, history = trainer.fit(state, task.train, steps=STEPS)
-    for line in (_heading(workers), fleet_table(workers, found := _measured(history)), *sentences(workers, found)):
+        benched = {} if trainer.step.bench is None else trainer.step.bench.benched_W
+    for line in (
+        _heading(workers),
+        fleet_table(workers, found := _measured(history, benched)),
+        *sentences(workers, found),
+    ):
         console.print(line, soft_wrap=isinstance(line, str), highlight=False)
     distance = max(distances_P, key=lambda d: (np.isnan(d), d))
     agrees = distance < TOLERANCE  # False for NaN
@@ -76,16 +81,23 @@ def check(devices: str | int | None, console: Console) -> None:
         raise AssertionError("one step on all devices differs from the same step on one of them.")
 
 
-def _measured(history: History) -> dict[str, Any]:
+def _measured(history: History, benched: Mapping[int, str]) -> dict[str, Any]:
     """What a short run shows of the fleet: see `sentences` for the names."""
+    workers = history.workers
     timed = [record for record in history.records if np.isfinite(record.times_W).any()]
     return {
         "transport": history.transport,
-        "rates_W": np.nanmedian([record.counts_W / record.times_W for record in timed], axis=0),
+        "rates_W": [_median([record.counts_W[w] / record.times_W[w] for record in timed]) for w in range(workers)],
         "samples_per_s": float(np.median([record.samples_per_s for record in timed])),
         "exchange_seconds": float(np.median([record.step_time - np.nanmax(record.times_W) for record in timed])),
-        "benched": {},
+        "benched": benched,
     }
+
+
+def _median(values: Sequence[float]) -> float:
+    """The median of those that are finite; NaN without any."""
+    finite = [value for value in values if np.isfinite(value)]
+    return float(np.median(finite)) if finite else float("nan")
 
 
 def _heading(workers: Workers) -> str:
@@ -122,7 +134,7 @@ def sentences(workers: Workers, found: Mapping[str, Any]) -> list[str]:
     """
     all_rates = float(np.nansum(found["rates_W"]))
     lines = [
-        f"A small CNN, {BATCH} samples per step, equal counts, all at once: {all_rates:,.0f} samples/s; with the "
+        f"A small CNN, {BATCH} samples per step, balanced, all at once: {all_rates:,.0f} samples/s; with the "
         f"exchange {found['samples_per_s']:,.0f}.",
         f"Sums travel by {_ways(workers, found['transport'])}.",
     ]
@@ -148,7 +160,7 @@ def _table(*columns: str) -> Table:
 
 
 def _trainer(task: Task, devices: list[jax.Device], optimizer: optax.GradientTransformation) -> Trainer:
-    return Trainer(task.model, optimizer, batch_size=BATCH, controller="equal", devices=devices)
+    return Trainer(task.model, optimizer, batch_size=BATCH, controller="balanced", devices=devices)
 
 
 def _one_step_on_one_device(task: Task, device: jax.Device) -> object:

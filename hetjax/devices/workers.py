@@ -6,7 +6,7 @@ import functools
 import itertools
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -127,6 +127,11 @@ class Workers:
                 "device, or start fewer processes."
             )
         return cls(tuple(Worker(*row) for theirs in gathered for row in theirs), tuple(own), None, me)
+
+    def with_memory(self, memory_W: Sequence[int]) -> Workers:
+        """The same workers with this memory instead of what their devices report."""
+        members = (replace(member, memory=int(room)) for member, room in zip(self.members, memory_W, strict=True))
+        return replace(self, members=tuple(members))
 
     def part(self, start: int, stop: int) -> Workers:
         """The workers from `start` to `stop` of a single process."""

@@ -262,10 +262,10 @@ def as_spec(engine: str | EngineSpec) -> EngineSpec:
     return ENGINES[engine]()
 
 
-def per_worker(what: str, given: PerWorker, default: int, workers: Workers) -> np.ndarray:
+def per_worker(what: str, given: PerWorker, default: int, workers: Workers, most: int = MOST_SAMPLES) -> np.ndarray:
     """One integer per worker from one number, a list, or the default. Entries of lost processes are dropped."""
     several = list(given) if isinstance(given, list | tuple | np.ndarray) else [default if given is None else given]
-    values = [whole(what, value, 1, MOST_SAMPLES) for value in several]
+    values = [whole(what, value, 1, most) for value in several]
     values = [values[entry] for entry in kept_entries(len(values), len(workers))]
     if len(values) not in (1, len(workers)):
         raise ValueError(

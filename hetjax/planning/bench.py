@@ -28,7 +28,7 @@ log = logging.getLogger("hetjax")
 _LEAST_GAIN = 0.02  # below, a member stays
 _CLEAR_GAIN = 0.1  # possible gain for which a trial does not wait for more timings
 _TIMINGS, _FEW = 8, 2  # of steps before a trial; where the possible gain is clear
-_TRIAL, _LONGEST = 3, 12  # timed steps of a trial, after one in which slices and parameters move; in much noise
+_TRIAL, _LONGEST = 3, 8  # timed steps of a trial, after one in which slices and parameters move; in much noise
 _QUIET = 0.03  # relative sd of steps up to which the shortest trial is enough
 _PATIENCE = 8  # further steps within which the timings of a trial have to arrive
 _PAUSE, _COST, _DOUBLINGS = 50, 200, 5  # least steps between trials of a member; steps per step lost; most doublings
@@ -107,8 +107,10 @@ class Bench:
     def _out(self) -> frozenset[int]:
         """Members without samples in the next step."""
         out, trial = set(self.benched), self._trial
-        if trial is not None and trial.planned <= trial.steps + 1:
-            (out.add if trial.without else out.discard)(trial.member)
+        if trial is not None and trial.without:  # also until its timings are there
+            out.add(trial.member)
+        elif trial is not None and trial.planned <= trial.steps + 1:
+            out.discard(trial.member)
         return frozenset(out)
 
     def _begin_or_end(self, batch: int, limits: Limits) -> None:

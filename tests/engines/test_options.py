@@ -1,8 +1,10 @@
 """The constructors reject invalid options with a message that names them."""
 
+import jax
 import optax
 import pytest
 
+import hetjax
 from hetjax import Chunked, Trainer
 from hetjax.planning.controllers import Balanced
 
@@ -23,3 +25,13 @@ def test_an_invalid_option_is_rejected(option, value):
 def test_invalid_rungs_are_rejected(rungs):
     with pytest.raises((ValueError, TypeError), match=r"^rungs is .*: "):
         Chunked(rungs=rungs)
+
+
+def test_memory_is_one_number_or_one_per_worker():
+    step = lambda memory: hetjax.Step(
+        lambda p, b, k: b["x"], optax.sgd(0.1), batch_size=8, devices=jax.devices()[:2], memory=memory
+    )
+    assert [worker.memory for worker in step([2**40, 5]).workers.members] == [2**40, 5]
+    assert [worker.memory for worker in step(7).workers.members] == [7, 7]
+    with pytest.raises(ValueError, match="memory lists 3 numbers for 2 workers"):
+        step([1, 2, 3])

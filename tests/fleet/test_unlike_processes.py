@@ -104,6 +104,20 @@ def test_the_optimizer_state_of_a_process_is_its_share(tmp_path):
     assert max(result["own"] for result in there) <= 1.05 * whole / 4
 
 
+def test_a_process_on_the_bench_owns_nothing(tmp_path):
+    """It gives up its slice with the state of the optimizer, and gets parameters and a slice when it is back."""
+    there = run("benched", tmp_path, 2)
+    loss_fn, params, data = unlike_program.mlp()
+    optimizer, _ = unlike_program.optimizer_of("momentum")
+    state, history = unlike_program.train(loss_fn, optimizer, data, params, 20, devices=jax.devices()[:1])
+    for process, result in enumerate(there):
+        assert [owners for owners, _ in result["owners"]] == [[0], [0, 1], [1], [0, 1]]
+        assert result["owners"][0 if process else 2][1] == 0
+        np.testing.assert_allclose(result["losses"], history.losses, rtol=1e-5)
+        close(result["params"], unlike_program.plain(state.params))
+        close(result["state"], unlike_program.plain(state.opt_state))
+
+
 def test_owners_may_change_while_processes_sit_out(tmp_path):
     """A process without samples that becomes an owner gets the current parameters first."""
     there = run("owners", tmp_path, 2)

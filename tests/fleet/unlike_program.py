@@ -4,6 +4,7 @@
     mixed         three processes: two clients; two devices; one device
     bits          sharded and replicated updates for 200 steps; the bytes of all parameters in the end
     owners        two processes that compute in turns, while the owners of the slices change
+    benched       two processes, of which one after the other sits on the bench
     optimizers    sharded and replicated updates of every optimizer, with given shares of the slices
 
 Every process writes its results as JSON.
@@ -226,6 +227,48 @@ def owners(folder, info):
     return {"losses": history.losses, "params": plain(state.params), "state": plain(state.opt_state)}
 
 
+def benched(folder, info):
+    """Process 1, then process 0, leaves the exchange for some steps; `owners`: those of all pieces after each change."""
+    from problems import RandomPlans
+
+    from hetjax.planning.controllers.base import Plan
+    from hetjax.reduce import slices
+    from hetjax.reduce.sharded import HostSharded
+
+    class Benching(RandomPlans):
+        planned = 0
+
+        def plan(self, batch, limits, epoch=0):
+            out = {1: 1, 3: 0}.get(self.planned // 4)
+            self.planned += 1
+            if out is None:
+                return Plan(np.array([batch // 2, batch - batch // 2]))
+            benched_W = np.arange(2) == out
+            return Plan(np.where(benched_W, 0, batch), benched_W=benched_W)
+
+        def state_dict(self):
+            return {}
+
+    loss_fn, params, data = mlp()
+    optimizer, _ = optimizer_of("momentum")
+    owners, hand_over = [], HostSharded.hand_over
+
+    def noted(self, core, share_P):
+        core = hand_over(self, core, share_P)
+        owners.append([sorted(set(self.exchange.owners)), len(core.owned)])
+        return core
+
+    with (
+        patch.object(slices, "_SMALLEST", 32),
+        patch.object(slices.shares, "__kwdefaults__", {"fixed": 0.0, "own": 6.0}),
+        patch.object(HostSharded, "hand_over", noted),
+    ):
+        state, history = train(loss_fn, optimizer, data, params, 20, update="sharded", controller=Benching(SEED))
+    return {
+        "losses": history.losses, "params": plain(state.params), "state": plain(state.opt_state), "owners": owners,
+    }  # fmt: skip
+
+
 def owned_bytes(folder, info):
     """Bytes of the optimizer state in this process, and of all of it."""
     import jax
@@ -258,9 +301,14 @@ def main():
 
     jax.config.update("jax_num_cpu_devices", 2 if case == "mixed" else 1)
     info = initialize(wait_limit=60, heartbeat_limit=10)
-    result = {"mixed": mixed, "bits": bits, "optimizers": optimizers, "bytes": owned_bytes, "owners": owners}[case](
-        folder, info
-    )
+    result = {
+        "mixed": mixed,
+        "bits": bits,
+        "optimizers": optimizers,
+        "bytes": owned_bytes,
+        "owners": owners,
+        "benched": benched,
+    }[case](folder, info)
     Path(folder, f"{info.process}.json").write_text(json.dumps(result))
     leave(0, together=True)
 
