@@ -228,11 +228,11 @@ def owners(folder, info):
 
 
 def benched(folder, info):
-    """Process 1, then process 0, leaves the exchange for some steps; `owners`: those of all pieces after each change."""
+    """Process 1, then process 0, leaves the exchange for some steps; with the owners of all pieces after each change."""
     from problems import RandomPlans
 
     from hetjax.planning.controllers.base import Plan
-    from hetjax.reduce import slices
+    from hetjax.reduce import sharded, slices
     from hetjax.reduce.sharded import HostSharded
 
     class Benching(RandomPlans):
@@ -262,6 +262,7 @@ def benched(folder, info):
         patch.object(slices, "_SMALLEST", 32),
         patch.object(slices.shares, "__kwdefaults__", {"fixed": 0.0, "own": 6.0}),
         patch.object(HostSharded, "hand_over", noted),
+        patch.object(sharded, "_SETTLED", 100),
     ):
         state, history = train(loss_fn, optimizer, data, params, 20, update="sharded", controller=Benching(SEED))
     return {
