@@ -228,7 +228,7 @@ def owners(folder, info):
 
 
 def benched(folder, info):
-    """Process 1, then process 0, leaves the exchange for some steps; with the owners of all pieces after each change."""
+    """Process 1, then process 0, leaves the exchange for some steps; with the owners after each change."""
     from problems import RandomPlans
 
     from hetjax.planning.controllers.base import Plan
