@@ -70,6 +70,20 @@ def make_sync(spec: dict[str, Any]) -> Any:
     return Daso(link=spec["link"], **spec["options"])
 
 
+def make_trainer(spec: dict[str, Any], sync: Any) -> Trainer:
+    """The trainer of a node, as in the paper: SGD with momentum, several workers."""
+    return Trainer(
+        loss_fn,
+        optax.sgd(spec["rate"], momentum=0.9),
+        batch_size=spec["batch"],
+        controller="equal" if isinstance(sync, Daso) and sync.config.faithful else "balanced",
+        sync=sync,
+        devices=chosen_devices(WORKERS),
+        seed=spec["seed"],
+        engine=Chunked(rungs=[8, 32, 128, 256]),
+    )
+
+
 def evaluate(params: Any, test: dict[str, np.ndarray]) -> dict[str, float]:
     """Test loss and accuracy."""
     example = jax.jit(loss_fn)(params, test, None)
@@ -80,16 +94,7 @@ def main(spec: dict[str, Any]) -> None:
     """Train and print `result` with a JSON object: epochs, journal, exchanges, bytes."""
     train, test = data(spec["dataset"], spec["samples"], spec["tested"])
     samples, seed, sync = len(train["label"]), spec["seed"], make_sync(spec)
-    trainer = Trainer(
-        loss_fn,
-        optax.sgd(spec["rate"], momentum=0.9),
-        batch_size=spec["batch"],
-        controller="equal" if isinstance(sync, Daso) and sync.config.faithful else "balanced",
-        sync=sync,
-        devices=chosen_devices(WORKERS),
-        seed=seed,
-        engine=Chunked(rungs=[8, 32, 128, 256]),
-    )
+    trainer = make_trainer(spec, sync)
     seconds, snapshots = [], []
 
     def keep(record: Any, state: Any) -> None:

@@ -287,6 +287,5 @@ def hogbatch(scale: Scale, log: Callable[[str], None], files: dict[str, Path] | 
         arms[f"balanced, batch {batch}"] = balanced_arm(problem, epochs, scale, runs[best].curves, target, batch)
         omitted = (best, f"balanced, batch {batch}")
         for method, reported in (("Hogbatch", "faster, busier"), ("Adaptive Hogbatch", "2.6x faster (real-sim)")):
-            setting = f"{method}, {problem.name}"
-            found.append(Comparison("004", setting, reported, method, LARGE_ALONE, omitted, arms, target=target))
+            found.append(Comparison("004", problem.name, reported, method, LARGE_ALONE, omitted, arms))
     return found

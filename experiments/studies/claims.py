@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+from studies.rcd_sgd import reached
 
 LEAST = 0.01  # relative gain below which there is none, however certain
 VERDICTS = ("reproduced", "only against the paper's control", "not reproduced")
@@ -14,13 +15,27 @@ VERDICTS = ("reproduced", "only against the paper's control", "not reproduced")
 class Arm:
     """One way to train, over all seeds."""
 
-    steps_S: np.ndarray  # to the target loss; NaN: not reached
-    seconds_S: np.ndarray  # to the target loss
+    step_E: np.ndarray  # after which the loss was evaluated
+    clock_SxE: np.ndarray  # seconds until then
+    loss_SxE: np.ndarray
     run_S: np.ndarray  # seconds of the whole run
-    loss_S: np.ndarray  # at the end of the run: at equal samples
+    target: float  # loss to reach
     rate: float  # the learning rate that was tuned for it
-    curve_Ex2: np.ndarray  # seconds and loss, means over seeds
     more: dict[str, str] = field(default_factory=dict)  # further columns
+
+    @property
+    def steps_S(self) -> np.ndarray:
+        """Steps to the target; NaN: not reached."""
+        return self._reached(np.broadcast_to(self.step_E, self.loss_SxE.shape))
+
+    @property
+    def seconds_S(self) -> np.ndarray:
+        """Seconds to the target; NaN: not reached."""
+        return self._reached(self.clock_SxE)
+
+    def _reached(self, at_SxE: np.ndarray) -> np.ndarray:
+        pairs = zip(at_SxE, self.loss_SxE, strict=True)
+        return np.array([reached(at_E, loss_E, self.target) for at_E, loss_E in pairs])
 
 
 @dataclass(frozen=True)
@@ -35,7 +50,15 @@ class Comparison:
     omitted: tuple[str, ...]
     arms: dict[str, Arm]
     measure: str = "seconds_S"  # or run_S, where the claim is about the time of a given training
-    target: float = float("nan")
+
+    @property
+    def target(self) -> float:
+        """The loss that all arms have to reach."""
+        return self.arms[self.control].target
+
+    def with_target(self, factor: float) -> Comparison:
+        """The same runs, with a target `factor` times as high."""
+        return replace(self, arms={name: replace(arm, target=factor * arm.target) for name, arm in self.arms.items()})
 
 
 def gain(comparison: Comparison, method: str, against: str) -> tuple[float, float]:

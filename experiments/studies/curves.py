@@ -125,16 +125,7 @@ class Curves:
     def arm(self, seconds_SxT: np.ndarray, target: float, **more: str) -> Arm:
         """The arm whose step k ends at seconds_SxT[:, k - 1]."""
         clock_SxE = np.stack([np.concatenate([[0.0], own_T])[self.step_E] for own_T in seconds_SxT])
-        to = lambda at_SxE: np.array([reached(at, own, target) for at, own in zip(at_SxE, self.loss_SxE, strict=True)])
-        return Arm(
-            steps_S=to(np.broadcast_to(self.step_E, clock_SxE.shape)),
-            seconds_S=to(clock_SxE),
-            run_S=clock_SxE[:, -1],
-            loss_S=self.loss_SxE[:, -1],
-            rate=self.rate,
-            curve_Ex2=np.stack([clock_SxE.mean(0), self.loss_SxE.mean(0)], axis=1),
-            more=more,
-        )
+        return Arm(self.step_E, clock_SxE, self.loss_SxE, clock_SxE[:, -1], target, self.rate, more)
 
     @property
     def end(self) -> float:
@@ -199,30 +190,29 @@ _sgd_chunk = jax.jit(jax.vmap(_sgd_steps, in_axes=(0, None, None, 0, 0, 0)), don
 
 
 def train_sgd(
-    problem: Problem, index_of: Callable[[int], np.ndarray], weight_SxTxB: np.ndarray, chunk: int, decayed: bool = True
+    problem: Problem, index_of: Callable[[int], np.ndarray], weight_of: Callable[[int], np.ndarray], chunk: int
 ) -> Train:
-    """A `Train` of plain data-parallel SGD, with a cosine schedule if `decayed`.
+    """A `Train` of plain data-parallel SGD with a cosine schedule.
 
     Args:
         problem: what to train.
         index_of: seed -> the samples [steps, batch].
-        weight_SxTxB: weight of each sample in the gradient of its step; the first seed's is used for tuning.
+        weight_of: seed -> weight of each sample in the gradient of its step [steps, batch].
         chunk: steps between two evaluations.
     """
 
     def train(seeds: Sequence[int], rates: np.ndarray) -> Curves:
         index_SxTxB = np.stack([index_of(seed) for seed in seeds])
         steps = index_SxTxB.shape[1] // chunk * chunk
-        own = seeds[0] != TUNING_SEED
-        weights = weight_SxTxB if own else np.broadcast_to(weight_SxTxB[:1], index_SxTxB.shape)
-        factor_T = 0.5 * (1 + np.cos(np.pi * np.arange(steps) / steps)) if decayed else np.ones(steps)
+        weight_SxTxB = np.stack([weight_of(seed) for seed in seeds])
+        factor_T = 0.5 * (1 + np.cos(np.pi * np.arange(steps) / steps))
         rate_SxT = (np.asarray(rates)[:, None] * factor_T).astype(np.float32)
         params = problem.init_all(list(seeds))
         carry = params, jax.tree.map(jnp.zeros_like, params)
         found = [np.asarray(evaluate(carry[0], problem.x, problem.y))]
         for start in range(0, steps, chunk):
             part = slice(start, start + chunk)
-            given = index_SxTxB[:, part], weights[:, part].astype(np.float32), rate_SxT[:, part]
+            given = index_SxTxB[:, part], weight_SxTxB[:, part].astype(np.float32), rate_SxT[:, part]
             carry = _sgd_chunk(carry, problem.x, problem.y, *map(jnp.asarray, given))
             found.append(np.asarray(evaluate(carry[0], problem.x, problem.y)))
         return Curves(np.arange(0, steps + 1, chunk), np.stack(found, axis=1), float(rates[0]))
@@ -230,7 +220,7 @@ def train_sgd(
     return train
 
 
-def sample_weights(counts_TxW: np.ndarray, mean_weights_TxW: np.ndarray) -> np.ndarray:
-    """Weight of each sample, such that the gradient of a step is sum_i a_i g_i with worker i's mean g_i."""
-    each_TxW = np.where(counts_TxW > 0, mean_weights_TxW / np.maximum(counts_TxW, 1), 0.0)
-    return np.stack([np.repeat(each_W, counts_W) for each_W, counts_W in zip(each_TxW, counts_TxW, strict=True)])
+def sample_weights(counts_TxW: np.ndarray, weights_TxW: np.ndarray) -> np.ndarray:
+    """Weight of each sample in the gradient of its step, from the weights of the plans (`Plan.weights_W`)."""
+    rows = zip(weights_TxW / counts_TxW.sum(axis=1, keepdims=True), counts_TxW, strict=True)
+    return np.stack([np.repeat(each_W, counts_W) for each_W, counts_W in rows])

@@ -210,14 +210,16 @@ def train_nodes(problem: Problem, method: Method, epochs: int, clocks_of: dict[i
 def daso(scale: Scale, log: Callable[[str], None]) -> list[Comparison]:
     """003: DASO as published and ours against all-reduce and local SGD, at three ratios of exchange to compute."""
     problem, epochs = images(4_096 if scale.quick else 12_288), scale.epochs(24)
-    rates, curves, clocks = spread_rates(0.1, scale.seeds), {}, {}
-    target = target_of(train_nodes(problem, METHODS["all-reduce, 32 bits"], epochs, {}), rates)
+    rates, curves, clocks, target = spread_rates(0.2, scale.seeds), {}, {}, None
     for name, method in METHODS.items():
         # The schedule follows the training, and the training does not depend on the link: every seed has three clocks.
         clocks_of = {s: [Clock(method, problem, part) for part in LINKS] for s in range(scale.seeds)}
         train = train_nodes(problem, method, epochs, clocks_of)
+        if target is None:  # the first method is the paper's control
+            target = target_of(train, rates)
         curves[name], clocks[name] = tuned(train, rates, scale.seeds, target), clocks_of
         log(f"003 {name}: rate {curves[name].rate:g}, loss {curves[name].end:.3f}")
+    assert target is not None
     found = []
     for k, part in enumerate(LINKS):
         setting = f"all-reduce takes {part:g} of a step"
@@ -226,7 +228,7 @@ def daso(scale: Scale, log: Callable[[str], None]) -> list[Comparison]:
         found.append(
             Comparison(
                 "003", setting, "-25% to -34%", "DASO as published", "all-reduce, 32 bits",
-                ("all-reduce, 16 bits", "local SGD, 32 bits", "local SGD, 16 bits"), arms, target=target,
+                ("all-reduce, 16 bits", "local SGD, 32 bits", "local SGD, 16 bits"), arms,
             )
         )  # fmt: skip
     return found

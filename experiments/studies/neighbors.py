@@ -205,7 +205,7 @@ def rcd_sgd(scale: Scale, log: Callable[[str], None]) -> list[Comparison]:
         found.append(
             Comparison(
                 "002", setting, reported, "facility-location, F=2", "even random blocks, F=1",
-                ("random blocks by rate, F=2", "random by rate, all-reduce"), arms, target=target,
+                ("random blocks by rate, F=2", "random by rate, all-reduce"), arms,
             )
         )  # fmt: skip
     return found

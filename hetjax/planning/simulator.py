@@ -53,12 +53,13 @@ class Trace:
 
 @dataclass(frozen=True)
 class SimulatedRun:
-    """Per step: its time, its noise-free time, whether the plan changed, and the counts."""
+    """Per step: its time, its noise-free time, whether the plan changed, the counts, and the weights."""
 
     times_T: np.ndarray
     mean_times_T: np.ndarray
     changed_T: np.ndarray
     counts_TxW: np.ndarray
+    weights_TxW: np.ndarray | None = None  # of a sample of each worker; None: not recorded
 
 
 def simulate(controller: Controller, trace: Trace, eps_TxW: np.ndarray, delay: int) -> SimulatedRun:
@@ -66,10 +67,12 @@ def simulate(controller: Controller, trace: Trace, eps_TxW: np.ndarray, delay: i
     steps, limits = trace.steps, trace.limits
     times_T, mean_times_T, changed_T = np.zeros(steps), np.zeros(steps), np.zeros(steps, bool)
     counts_TxW = np.zeros((steps, trace.workers), np.int64)
+    weights_TxW = np.ones((steps, trace.workers))
     pending: list[Observation] = []
     for step in range(steps):
         epoch = step // trace.epoch_steps
-        counts_W = controller.plan(trace.batch, limits, epoch).counts_W
+        plan = controller.plan(trace.batch, limits, epoch)
+        counts_W, weights_TxW[step] = plan.counts_W, 1.0 if plan.weights_W is None else plan.weights_W
         mean_W = trace.mean_times(step, counts_W)
         times_W = np.round(mean_W * eps_TxW[step], 6)
         times_T[step], mean_times_T[step] = times_W.max(), mean_W.max()
@@ -78,7 +81,7 @@ def simulate(controller: Controller, trace: Trace, eps_TxW: np.ndarray, delay: i
         pending.append(Observation(counts_W, limits.work(counts_W), times_W, epoch, step))
         if len(pending) > delay:
             controller.observe(pending.pop(0))
-    return SimulatedRun(times_T, mean_times_T, changed_T, counts_TxW)
+    return SimulatedRun(times_T, mean_times_T, changed_T, counts_TxW, weights_TxW)
 
 
 def best_times(trace: Trace, staleness: int = 0) -> tuple[np.ndarray, np.ndarray]:

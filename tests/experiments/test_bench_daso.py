@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import bench_daso
+import numpy as np
 import pytest
 import quick_compiles
 from benches.links import Links, LinksRefused
@@ -68,6 +69,22 @@ def test_table_fits_80_columns_with_results_of_an_older_version():
     assert rows["allreduce"] == ["106.00", "0%", "9.00", "1234.50", "0.8456", "-", "-", "98765"]
     assert rows["daso"][-1] == "-"
     assert rows["daso-unequal-steps"] == ["21.50", "-", "1234.50", "-", "0.8456", "0.77", "0.50", "-"]
+
+
+def test_the_control_sends_sixteen_bits_and_a_node_is_that_of_the_paper():
+    """Two workers, and SGD with momentum: a gradient of one, twice, moves the parameters by 0.5 and by 0.95."""
+    from benches import daso_node
+
+    spec = {"sync": "allreduce-16", "link": None, "epochs": 2, "options": {}, "batch": 8, "rate": 0.5, "seed": 0}
+    with daso_node.make_trainer(spec, daso_node.make_sync(spec)) as trainer:
+        assert trainer.sync.config.gradient_wire == "bfloat16"
+        assert len(trainer.workers) == 2
+        optimizer, gradient = trainer.step.optimizer, np.ones(1, np.float32)
+    first, state = optimizer.update(gradient, optimizer.init(gradient))
+    second, _ = optimizer.update(gradient, state)
+    np.testing.assert_allclose([first[0], second[0]], [-0.5, -0.95])
+    assert "allreduce-16" in bench_daso.Options().methods.split(",")
+    assert bench_daso.METHODS["allreduce-16"] == ("allreduce-16", {}, False)
 
 
 def namespaces():

@@ -1,12 +1,14 @@
 """The reproduction: its rule and its charges by hand, its replays against hetjax itself, and a page end to end."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import numpy as np
 import optax
 import pytest
 import reproduce
+from matplotlib.figure import Figure
 from studies import asynchrony, balancing, curves, hierarchy, neighbors, page
 from studies.claims import Arm, Comparison, gain, strongest, verdict
 from studies.curves import Curves, Problem, Scale
@@ -18,9 +20,13 @@ from hetjax.sync.daso.exchange import InProcessExchange
 from hetjax.sync.daso.schedule import StepActions
 
 
-def arm(seconds, run=1.0):
+def arm(seconds):
+    """An arm whose loss falls from 2 to its target of 1 within these seconds; NaN: it stays at 2."""
     seconds_S = np.array(seconds, float)
-    return Arm(seconds_S, seconds_S, np.full(len(seconds_S), run), seconds_S, 0.1, np.zeros((2, 2)))
+    missed_S = np.isnan(seconds_S)
+    clock_SxE = np.stack([np.zeros(len(seconds_S)), np.where(missed_S, 9.0, seconds_S)], axis=1)
+    loss_SxE = np.stack([np.full(len(seconds_S), 2.0), np.where(missed_S, 2.0, 1.0)], axis=1)
+    return Arm(np.arange(2), clock_SxE, loss_SxE, np.ones(len(seconds_S)), 1.0, 0.1)
 
 
 def compared(method, control, *omitted, **options):
@@ -73,9 +79,26 @@ def test_a_disturbance_lasts_4_to_20_epochs_of_5_to_10_seconds():
     assert single.min() >= 5
 
 
-def test_weights_of_samples_give_the_mean_of_means():
-    weights_TxB = balancing.rule_weights(balancing.mean_of_means, np.array([[3, 1], [2, 2]]))
-    np.testing.assert_allclose(weights_TxB, [[1 / 6, 1 / 6, 1 / 6, 1 / 2], [1 / 4] * 4])
+@pytest.mark.parametrize(("name", "sums"), [("dp, faithful", [0.5, 0.5]), ("edp, faithful", [0.4, 0.1])])
+def test_samples_weigh_as_in_the_plans_of_the_published_laws(name, sums):
+    """Times of 1 : 4 give shares of .8 and .2: dp takes the mean of means, edp divides by two workers once more."""
+    costs = replace(balancing.PARTITION[0], startup_W=(0.0, 0.0), row_W=(1e-3, 4e-3))
+    run = balancing.run_controller(name, replace(balancing.trace_of(costs, 10, 4, 2), noise=0.0), 0)
+    assert run.counts_TxW.tolist() == [[5, 5], [5, 5], [8, 2], [8, 2]]
+    weights_TxB = curves.sample_weights(run.counts_TxW, run.weights_TxW)
+    np.testing.assert_allclose(weights_TxB[-1], [sums[0] / 8] * 8 + [sums[1] / 2] * 2)
+
+
+def test_an_arm_is_compiled_once():
+    """Tuning and all seeds share one compiled program."""
+    problem, steps, batch = small(64), 4, 16
+    train = curves.train_sgd(
+        problem, balancing.index_for(problem, batch, 1), lambda seed: np.full((steps, batch), 1 / batch), 2
+    )
+    before = curves._sgd_chunk._cache_size()
+    found = curves.tuned(train, [0.1, 0.2], 2, curves.target_of(train, [0.1, 0.2]))
+    assert curves._sgd_chunk._cache_size() == before + 1
+    assert found.loss_SxE.shape == (2, 3)
 
 
 def test_an_average_in_flight_is_waited_for_only_when_received():
@@ -213,9 +236,17 @@ def test_a_libsvm_file_replaces_generated_data(tmp_path):
     assert (problem.name, problem.widths, problem.size) == ("toy", (4, 4, 2), 16)
 
 
-def test_an_unknown_claim_is_an_error(capsys):
-    assert reproduce.main(only="007") == 2
-    assert "There is no claim '007'" in capsys.readouterr().out
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"only": "000,007"}, "There is no claim '007'. Choose from 000, 001, 002, 003, 004."),
+        ({"w8a": Path("missing")}, "There is no file missing: expected w8a in the LIBSVM format."),
+        ({"seeds": 0}, "--seeds is 0: expected at least 1."),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_runs(options, sentence, capsys):
+    assert reproduce.main(**options) == 2
+    assert capsys.readouterr().out.strip() == f"error: {sentence}"
 
 
 def test_a_page_with_the_digits_where_fashion_mnist_is_missing(tmp_path, monkeypatch, capsys):
@@ -227,8 +258,46 @@ def test_a_page_with_the_digits_where_fashion_mnist_is_missing(tmp_path, monkeyp
     assert "Fashion-MNIST is not installed" in out
     assert "| 001 | equal workers, disturbed | dbs against equal |" in text
     assert "the digits of scikit-learn" in text
-    assert "## 000" not in text
+    assert "A quick run" in text
+    assert "| equal workers, disturbed | balanced | -7.3% |" in text
     assert (tmp_path / "reproduction" / "001.svg").read_text().startswith("<?xml")
+
+
+def test_a_claim_run_alone_leaves_the_others_on_the_page(tmp_path):
+    words = dict.fromkeys(("images", "sparse", "timed"), "") | {"scale": "2 seeds."}
+    first, second, again = (
+        replace(compared([8, 9], [10, 11], [9, 9]), claim=claim, setting=setting)
+        for claim, setting in (("003", "before"), ("001", "kept"), ("003", "after"))
+    )
+    page.write_page([first, second], tmp_path, {"001": words, "003": words})
+    both = (tmp_path / "reproduction.md").read_text()
+    page.write_page([again], tmp_path, {"003": words})
+    assert (tmp_path / "reproduction.md").read_text() == both.replace("before", "after")
+    assert [line[:7] for line in both.splitlines() if line[2:7] in ("001 |", "003 |")] == ["| 001 |", "| 003 |"]
+    page.write_page([replace(first, claim="000")], tmp_path, {"000": words})
+    sections = [line[:6] for line in (tmp_path / "reproduction.md").read_text().splitlines() if line.startswith("## 0")]
+    assert sections == ["## 000", "## 001", "## 003"]
+
+
+def test_a_figure_says_how_many_seeds_reach_the_target():
+    """If the control misses it on a seed, no relative time can be drawn, also of arms that reach it on all."""
+    axes = Figure().subplots()
+    page._bars(axes, compared([8, 9], [np.nan, 11], [9, 9]))
+    assert [text.get_text().split()[0] for text in axes.texts] == ["2", "1", "2"]
+    both = replace(compared([8, 9], [10, 11], [9, 9]), claim="004")
+    drawn = page.figure_of([both, replace(both, method="0")]).decode()
+    assert drawn.count("<!-- 004: by hand -->") == 1  # two methods of one setting share a row
+
+
+def test_the_page_says_what_survives_with_easier_targets():
+    """Losses fall from 2 to .9 in 10 s and to 1.05 in 6 s: the latter misses a target of 1, but not 10% more."""
+    slow, fast = arm([10.0, 10.0]), arm([6.0, 6.0])
+    slow, fast = replace(slow, loss_SxE=np.array([[2, 0.9]] * 2)), replace(fast, loss_SxE=np.array([[2, 1.05]] * 2))
+    one = Comparison("003", "by hand", "", "fast", "slow", ("slow",), {"fast": fast, "slow": slow})
+    assert [verdict(one.with_target(factor)) for factor in (1.0, 1.1)] == ["not reproduced", "reproduced"]
+    row = page.targets_table([one]).splitlines()[-1]
+    assert row.startswith("| by hand | fast | target not reached; target not reached: not reproduced | -30.5% ± 0.0;")
+    assert page.targets_table([replace(one, measure="run_S")]) == ""
 
 
 def test_cells_of_the_page():

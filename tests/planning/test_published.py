@@ -108,6 +108,8 @@ def test_faithful_weights_follow_the_counts_of_each_step(name, expected):
     while cursor < 2 * 47:
         span, plan = sampler.next(cursor, lambda batch, epoch: controller.plan(10, limits, epoch))
         cursor += span.stop - span.start
+        saved, sampler = sampler.state_dict(cursor), ProportionalSampler(47, 10, seed=1)  # a resumed run weighs alike
+        sampler.load_state_dict(json.loads(json.dumps(saved)), cursor)
         seen.add(tuple(plan.counts_W))
         np.testing.assert_allclose(plan.weights_W * plan.counts_W / plan.counts_W.sum(), expected, rtol=1e-12)
     assert len(seen) > 1

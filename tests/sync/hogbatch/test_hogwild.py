@@ -1,6 +1,8 @@
 """Workers of several threads: each reads, computes and updates by itself, and every update counts."""
 
+import os
 import threading
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -51,6 +53,8 @@ def test_adaptive_hogbatch_evens_out_the_updates_of_a_cpu_and_a_gpu():
         sync = kind(replay=CPU_AND_GPU, scale_rate=True, reference=3840, **options)
         _, history = run(sync, rows, 4)
         share[kind] = history.more["update_share"][0]
+        counted = sum(sync.state_dict()["updates"])  # as published: those of the last epoch
+        assert 0 < counted < history.more["updates"] / 2
     assert share[Hogbatch] > 0.75
     assert 0.4 < share[AdaptiveHogbatch] < 0.65
 
@@ -130,6 +134,13 @@ def test_a_failing_thread_returns_the_ranges_of_all_threads():
     assert not any(coordinator.holds(one) for one in items)
     assert coordinator.take(0, 1) is None  # dropped
     assert coordinator.take(1).span.start == 0
+
+
+def test_as_published_a_cpu_beside_a_gpu_has_48_threads_in_virtual_time_and_one_per_core_otherwise():
+    workers = SimpleNamespace(own=[SimpleNamespace(platform="cpu"), SimpleNamespace(platform="gpu")])
+    assert Hogbatch(faithful=True, replay=CPU_AND_GPU)._threads_W(workers).tolist() == [48, 1]
+    assert Hogbatch(faithful=True)._threads_W(workers).tolist() == [os.cpu_count(), 1]
+    assert Hogbatch(replay=CPU_AND_GPU)._threads_W(workers) is None
 
 
 def test_bounds_divide_evenly_between_threads():
