@@ -246,7 +246,7 @@ def test_bad_options_are_refused_by_the_constructor(options, words):
 
 
 def test_methods_that_act_once_per_epoch_need_epoch_size():
-    made = problem("linear")
+    made = problem("mlp")
     batch = next(epochs_of(made, 1))
     with step_for(made, controller="dbs") as step, pytest.raises(ValueError, match="give Step epoch_size"):
         step(step.init(made.params), batch)
