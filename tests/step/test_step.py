@@ -50,7 +50,7 @@ def run(step, state, loader):
 
 @pytest.mark.parametrize("controller", ["equal", "random"])
 def test_a_loop_and_the_trainer_are_the_same_run_to_the_bit(controller):
-    made = problem("mlp", samples=100)
+    made = problem("linear", samples=100)
     make = lambda: RandomPlans(4) if controller == "random" else controller
     options = {"ema_decay": 0.9, "optimizer": optax.adam(1e-2)}
     with step_for(made, controller=make(), epoch_size=100, **options) as step:
@@ -201,6 +201,15 @@ def test_a_nan_stops_a_loop_and_leaves_a_state_to_continue_from():
         assert [record.nonfinite for record in records[1:]] == [(), (0,), ()]
 
 
+@pytest.fixture(scope="module")
+def ongoing():
+    """A run of one step, its states, and a batch to continue with."""
+    made = problem("linear")
+    good = next(epochs_of(made, 1))
+    with step_for(made) as step:
+        yield step, [step(step.init(made.params), good)[0]], good
+
+
 @pytest.mark.parametrize(
     ("batch", "words"),
     [
@@ -214,15 +223,13 @@ def test_a_nan_stops_a_loop_and_leaves_a_state_to_continue_from():
         (np.array([None, "a"], object), "arrays of numbers"),
     ],
 )
-def test_a_bad_batch_is_refused_and_leaves_the_state_valid(batch, words):
-    made = problem("linear")
-    good = next(epochs_of(made, 1))
-    with step_for(made) as step:
-        state, _ = step(step.init(made.params), good)
-        with pytest.raises(ValueError, match=words):
-            step(state, batch)
-        state, record = step(state, good)
-        assert record.step == 1
+def test_a_bad_batch_is_refused_and_leaves_the_state_valid(batch, words, ongoing):
+    step, states, good = ongoing
+    with pytest.raises(ValueError, match=words):
+        step(states[-1], batch)
+    state, record = step(states[-1], good)
+    states.append(state)
+    assert record.step == len(states) - 1
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_one_worker_and_four_balanced_unequal_ones_are_the_same_run(monkeypatch)
 
 @pytest.mark.parametrize("engine", ["chunked", "looped", "masked"])
 def test_a_hundred_random_plans_compile_nothing(engine):
-    made = problem("mlp", samples=500)
+    made = problem("linear", samples=500)
     with trainer_for(
         made, engine=engine, controller=RandomPlans(0), devices=jax.devices()[:4], capacity=BATCH
     ) as trainer:
@@ -83,7 +83,7 @@ class Remembering:
 
 
 def test_evaluation_is_exact_over_every_sample_and_any_split():
-    made = problem("cnn", samples=61)
+    made = problem("linear", samples=61)
     means, fetched = [], []
     for workers in (1, 3):
         source = Remembering(made.data)
