@@ -53,6 +53,7 @@ class Ladder:
     ):
         self.chunk, self.arguments, self.adders = chunk, arguments, adders
         self.devices, self.wanted = tuple(devices), sorted(wanted)
+        self.smallest = self.wanted[0]
         self.priced_by_rows = priced_by_rows
         self.programs: dict[int, dict[jax.Device, Any]] = {}
         first = set(self.wanted) if complete else {_nearest(self.wanted, self.wanted[-1] / f) for f in (1, 4, 16, 64)}
@@ -65,21 +66,23 @@ class Ladder:
         return f"{self.devices[0].platform} ({self.devices[0].device_kind})"
 
     def _build(self, first: set[int]) -> None:
-        smallest = self.wanted[0]
         for rung in sorted(self.wanted, reverse=True):
             if rung in first or not self.programs:  # if the largest was dropped, the next smaller replaces it
                 self._try(rung, self.compile(rung))
         if not self.programs:
-            raise ValueError(
-                f"Not even a microbatch of {smallest} rows fits into the memory of {self.kind}. "
-                "Use a smaller model, fewer workers on this host, or smaller samples."
-            )
+            raise self._nothing_fits()
         log.info("Ladder for %s: microbatches of %s rows.", self.kind, ", ".join(map(str, sorted(self.programs))))
 
     def measure(self, rungs: Sequence[int]) -> PriceList:
-        """Measure the prices of these rungs on the first device."""
-        prices, joint = self._prices(rungs)
-        return PriceList(prices, joint, unit=prices[max(prices)] / max(prices))
+        """Measure the prices of these rungs on the first device, except those that run out of memory in a row."""
+        rungs = sorted(rungs)
+        while rungs:
+            try:
+                prices, joint = self._prices(rungs)
+                return PriceList(prices, joint, unit=prices[max(prices)] / max(prices))
+            except Exception as error:
+                self._drop(rungs.pop(), "several in a row ran out of memory", error)
+        raise self._nothing_fits()
 
     def compile(self, rung: int) -> dict[jax.Device, Any] | None:
         """Compile the programs of one rung for all devices; None if they do not fit into memory."""
@@ -99,7 +102,11 @@ class Ladder:
         """Add a compiled rung, priced relative to its nearest rung: timed together, so the machine's load cancels."""
         if self._try(rung, programs):
             known = _nearest(list(self.price_list.prices), rung)
-            now, _ = self._prices([rung, known])
+            try:
+                now, _ = self._prices([rung, known])
+            except Exception as error:
+                self._drop(rung, "several in a row ran out of memory", error)
+                return
             self.price_list = self.price_list.adding(rung, now[rung] * self.price_list.prices[known] / now[known])
 
     def _try(self, rung: int, programs: dict[jax.Device, Any] | None) -> bool:
@@ -154,7 +161,14 @@ class Ladder:
         if error is not None and not memory.out_of_memory(error):
             raise error
         self.wanted.remove(rung)
+        self.programs.pop(rung, None)
         log.warning("A microbatch of %d rows is dropped from the ladder for %s: %s.", rung, self.kind, why)
+
+    def _nothing_fits(self) -> ValueError:
+        return ValueError(
+            f"Not even a microbatch of {self.smallest} rows fits into the memory of {self.kind}. "
+            "Use a smaller model, fewer workers on this host, or smaller samples."
+        )
 
     def below(self, rung: int) -> int | None:
         """The largest rung of at most half as many rows, or else the smallest below `rung`; None if there is none."""

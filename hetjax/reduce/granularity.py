@@ -28,10 +28,8 @@ Tree = Any
 Range = tuple[int, int, int]  # (leaf, start, stop)
 
 _MAGNITUDES = (1e-6, 1.0, 1e6)  # of gradients: some optimizers mix leaves only above a threshold
-_UPDATES, _MOST_STEPS = (
-    2,
-    16,
-)  # steps that change something; gradient accumulation and warm-up start with steps that do not
+_UPDATES = 2  # steps that change something
+_MOST_STEPS = 16  # gradient accumulation and warm-up start with steps that do not
 _TOLERANCE = 1e-4  # of the largest update of a leaf: rounding of another program
 
 

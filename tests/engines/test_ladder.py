@@ -63,6 +63,36 @@ def test_rungs_that_run_out_of_memory_in_a_trial_run_are_dropped(monkeypatch, ca
     assert "a trial run ran out of memory" in caplog.text
 
 
+def exhaust_in_a_row(monkeypatch, rows):
+    """Run out of memory with more than `rows` rows where chunks are priced, after the first one by itself."""
+    plain, alone = Ladder._chain, set()
+
+    def chain(self, rung, arguments, chunks, adding=False):
+        if rung > rows and rung in alone:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        alone.add(rung)
+        return plain(self, rung, arguments, chunks, adding)
+
+    monkeypatch.setattr(Ladder, "_chain", chain)
+
+
+def test_rungs_that_run_out_of_memory_in_a_row_are_dropped(monkeypatch, caplog):
+    """They fit one at a time: when prices are measured, and when a rung joins later."""
+    exhaust_in_a_row(monkeypatch, 16)
+    engine = chunked(1, rungs=[8, 16, 64])
+    (ladder,) = engine.ladders.values()
+    assert sorted(ladder.programs) == sorted(ladder.price_list.prices) == ladder.wanted == [8, 16]
+    assert "A microbatch of 64 rows is dropped from the ladder" in caplog.text
+    assert engine.rows_of(0, 64) == 64
+    exhaust_in_a_row(monkeypatch, 8)
+    ladder.wanted = [8, 12, 16]
+    ladder.add(12, ladder.compile(12))
+    assert sorted(ladder.programs) == sorted(ladder.price_list.prices) == [8, 16]
+    exhaust_in_a_row(monkeypatch, 0)
+    with pytest.raises(ValueError, match="Not even a microbatch of 8 rows fits"):
+        chunked(1, rungs=[8, 16])
+
+
 def test_an_error_names_the_smallest_rung_if_nothing_fits(monkeypatch):
     monkeypatch.setattr(memory, "available", lambda device: 10)
     with pytest.raises(ValueError, match="Not even a microbatch of 4 rows fits"):

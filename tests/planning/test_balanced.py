@@ -36,7 +36,7 @@ def slowed(trace, worker, factor, at, until=None):
     ("rates", "seed"), [((1, 1), 0), ((3, 2, 1.5, 1), 1), ((10, 6, 3, 1), 0), ((6, 6, 5, 5, 2, 2, 1, 1), 1)]
 )
 def test_settles_in_two_changes_and_then_keeps_its_counts(rates, delay, seed):
-    trace = constant(rates, steps=1200)
+    trace = constant(rates, steps=600)
     run = simulate(make("balanced"), trace, trace.draw(seed), delay)
     unsettled_T = np.flatnonzero(run.mean_times_T > 1.05 * best_times(trace)[1])
     settled = unsettled_T[-1] + 1 if len(unsettled_T) else 0
@@ -62,9 +62,15 @@ def test_recovers_from_a_worker_that_becomes_twice_as_slow(delay, seed):
     assert good_T[155]
 
 
-@pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.parametrize("factor", [1.3, 2.0, 8.0])
-@pytest.mark.parametrize("worker", range(4))
+@pytest.mark.parametrize(
+    ("worker", "factor", "delay"),
+    [
+        pytest.param(worker, factor, delay, marks=[] if (worker + k + delay) % 2 else pytest.mark.slow)
+        for worker in range(4)
+        for k, factor in enumerate([1.3, 2.0, 8.0])
+        for delay in (0, 1)
+    ],
+)
 def test_a_single_strange_step_changes_nothing(worker, factor, delay):
     trace = slowed(constant((4, 2, 1, 1), steps=160, noise=0.03), worker, factor, 150, 151)
     run = simulate(make("balanced"), trace, trace.draw(0), delay)
@@ -97,8 +103,14 @@ def test_two_workers_slow_for_three_steps_change_nothing(seed):
     assert run.changed_T[150:].sum() == 0
 
 
-@pytest.mark.parametrize("length", [8, 20, 50])
-@pytest.mark.parametrize("worker", range(4))
+@pytest.mark.parametrize(
+    ("worker", "length"),
+    [
+        pytest.param(worker, length, marks=[] if (worker + k) % 2 else pytest.mark.slow)
+        for worker in range(4)
+        for k, length in enumerate([8, 20, 50])
+    ],
+)
 def test_after_a_disturbance_the_counts_are_those_before(worker, length):
     trace = slowed(constant((4, 2, 1, 1), steps=300, noise=0.04), worker, 2.0, 150, 150 + length)
     run = simulate(make("balanced"), trace, trace.draw(0), 1)
@@ -321,7 +333,7 @@ def test_unknown_names_are_explained():
         make("best")
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
 def test_one_noisy_worker_among_quiet_ones_is_not_mistaken_for_a_changing_one(seed):
     trace = constant((3, 2, 1.5, 1), steps=1000)
     sd_W = np.array([0.03, 0.03, 0.03, 0.2])
@@ -330,7 +342,7 @@ def test_one_noisy_worker_among_quiet_ones_is_not_mistaken_for_a_changing_one(se
     assert run.changed_T[200:].sum() <= 5
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
 def test_wrong_prices_do_not_cause_many_changes(seed):
     """True times deviate by up to 10% from the staircase, at random for every 16 samples and worker."""
     rng = np.random.default_rng(seed)

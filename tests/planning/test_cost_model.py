@@ -47,7 +47,7 @@ def test_learns_startup_and_cost_per_work_when_the_work_varies(seed):
     assert model.noise == pytest.approx(0.05, rel=0.25)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_constant_work_does_not_wind_up_the_split(seed):
     """Forgetting acts along the scale: the split stays as uncertain as it was, the predicted time becomes sharp."""
     rng = np.random.default_rng(seed)

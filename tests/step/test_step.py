@@ -50,7 +50,7 @@ def run(step, state, loader):
 
 @pytest.mark.parametrize("controller", ["equal", "random"])
 def test_a_loop_and_the_trainer_are_the_same_run_to_the_bit(controller):
-    made = problem("mlp", samples=100)
+    made = problem("linear", samples=100)
     make = lambda: RandomPlans(4) if controller == "random" else controller
     options = {"ema_decay": 0.9, "optimizer": optax.adam(1e-2)}
     with step_for(made, controller=make(), epoch_size=100, **options) as step:
@@ -72,7 +72,7 @@ def test_a_loop_and_the_trainer_are_the_same_run_to_the_bit(controller):
 
 
 def test_counts_follow_the_speeds_and_the_training_stays_that_of_one_device(monkeypatch):
-    made = problem("mlp", samples=100)
+    made = problem("linear", samples=100)
     losses = []
     for devices, controller in [(1, "equal"), (2, "balanced")]:
         speeds = modeled_times(monkeypatch, [1, 0.25]) if devices == 2 else None
@@ -113,7 +113,7 @@ def test_batches_may_be_any_tree_of_arrays(kind):
 
 
 def test_a_state_can_be_read_at_any_time_and_used_once():
-    made = problem("mlp")
+    made = problem("linear")
     batch = next(epochs_of(made, 1))
     with step_for(made) as step:
         start = step.init(made.params)
@@ -140,7 +140,7 @@ def test_a_state_can_be_read_at_any_time_and_used_once():
 @pytest.fixture(scope="module")
 def trained():
     """A problem and its parameters after two epochs."""
-    made = problem("mlp")
+    made = problem("linear")
     with step_for(made) as step:
         state, _ = run(step, step.init(made.params), epochs_of(made, 2))
         return made, jax.tree.map(np.array, state.params)
@@ -184,7 +184,7 @@ def test_a_batch_may_fetch_its_rows_on_demand(trained):
 
 
 def test_a_nan_stops_a_loop_and_leaves_a_state_to_continue_from():
-    made = problem("mlp", samples=96)
+    made = problem("linear", samples=96)
     good, bad = list(epochs_of(made, 1))[:2]
     bad["image"][3] = np.nan
     with step_for(made) as step:
@@ -201,6 +201,15 @@ def test_a_nan_stops_a_loop_and_leaves_a_state_to_continue_from():
         assert [record.nonfinite for record in records[1:]] == [(), (0,), ()]
 
 
+@pytest.fixture(scope="module")
+def ongoing():
+    """A run of one step, its states, and a batch to continue with."""
+    made = problem("linear")
+    good = next(epochs_of(made, 1))
+    with step_for(made) as step:
+        yield step, [step(step.init(made.params), good)[0]], good
+
+
 @pytest.mark.parametrize(
     ("batch", "words"),
     [
@@ -214,15 +223,13 @@ def test_a_nan_stops_a_loop_and_leaves_a_state_to_continue_from():
         (np.array([None, "a"], object), "arrays of numbers"),
     ],
 )
-def test_a_bad_batch_is_refused_and_leaves_the_state_valid(batch, words):
-    made = problem("mlp")
-    good = next(epochs_of(made, 1))
-    with step_for(made) as step:
-        state, _ = step(step.init(made.params), good)
-        with pytest.raises(ValueError, match=words):
-            step(state, batch)
-        state, record = step(state, good)
-        assert record.step == 1
+def test_a_bad_batch_is_refused_and_leaves_the_state_valid(batch, words, ongoing):
+    step, states, good = ongoing
+    with pytest.raises(ValueError, match=words):
+        step(states[-1], batch)
+    state, record = step(states[-1], good)
+    states.append(state)
+    assert record.step == len(states) - 1
 
 
 @pytest.mark.parametrize(
@@ -242,7 +249,7 @@ def test_a_bad_batch_is_refused_and_leaves_the_state_valid(batch, words):
 )
 def test_bad_options_are_refused_by_the_constructor(options, words):
     with pytest.raises(ValueError, match=words):
-        step_for(problem("mlp"), **options)
+        step_for(problem("linear"), **options)
 
 
 def test_methods_that_act_once_per_epoch_need_epoch_size():
@@ -259,14 +266,14 @@ def test_methods_that_act_once_per_epoch_need_epoch_size():
 
 @pytest.mark.parametrize(("shares", "counts"), [("3,1", [18, 6]), ("cpu=1", [12, 12]), ("1,0", [24, 0])])
 def test_fixed_shares_give_fixed_counts(shares, counts):
-    made = problem("mlp")
+    made = problem("linear")
     with step_for(made, controller=f"fixed:{shares}") as step:
         _, records = run(step, step.init(made.params), epochs_of(made, 1))
     assert records[1].counts_W.tolist() == counts
 
 
 def test_the_trainer_takes_a_stream_of_batches():
-    made = problem("mlp", samples=100)
+    made = problem("linear", samples=100)
     with step_for(made) as step:
         state, records = run(step, step.init(made.params), epochs_of(made, 2))
         mine = jax.tree.map(np.asarray, state.params)

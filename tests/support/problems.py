@@ -37,6 +37,14 @@ def _text_loss(model, example, rngs):
     return Example(score.loss, score.weight, {"accuracy": score.correct})
 
 
+def _linear_loss(params, batch, keys):
+    """A linear classifier in plain JAX with noise from the key of each sample: the cheapest to trace and compile."""
+    noise_b = 1 + 0.1 * jax.vmap(jax.random.normal)(keys)
+    logits = (batch["image"].reshape(len(keys), -1) * noise_b[:, None]) @ params["w"] + params["b"]
+    loss_b = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+    return Example(loss_b, None, {"accuracy": (logits.argmax(-1) == batch["label"]).astype(loss_b.dtype)})
+
+
 @functools.cache
 def _flax(name: str, seed: int, dtype: Any) -> Any:
     """One function object per model, so that JAX compiles its reference once."""
@@ -50,8 +58,12 @@ def _flax(name: str, seed: int, dtype: Any) -> Any:
 
 
 def problem(name: str, samples: int = 64, seed: int = 0, dtype: Any = np.float32) -> Problem:
-    """An mlp, cnn or transformer with dropout; the transformer weighs its examples by their tokens."""
-    rng, flax = np.random.default_rng(seed), _flax(name, seed, dtype)
+    """An mlp, cnn or transformer with dropout, or a linear model; the transformer weighs its examples by tokens."""
+    rng = np.random.default_rng(seed)
+    if name == "linear":
+        loss_fn, params = _linear_loss, {"w": 0.1 * rng.normal(size=(64, 5)), "b": np.zeros(5)}
+    else:
+        loss_fn, params = _flax(name, seed, dtype).loss_fn, _flax(name, seed, dtype).params
     if name == "transformer":
         tokens = rng.integers(0, 11, (samples, 9)).astype(np.int32)
         weights = (rng.random((samples, 8)) < 0.7).astype(dtype)
@@ -59,7 +71,7 @@ def problem(name: str, samples: int = 64, seed: int = 0, dtype: Any = np.float32
     else:
         image = rng.normal(size=(samples, 8, 8, 1)).astype(dtype)
         data = {"image": image, "label": rng.integers(0, 5, samples).astype(np.int32)}
-    return Problem(flax.loss_fn, jax.tree.map(lambda p: p.astype(dtype), flax.params), data)
+    return Problem(loss_fn, jax.tree.map(lambda p: jnp.asarray(p, dtype), params), data)
 
 
 @functools.cache

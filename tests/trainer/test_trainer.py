@@ -52,7 +52,7 @@ def test_one_worker_and_four_balanced_unequal_ones_are_the_same_run(monkeypatch)
 
 @pytest.mark.parametrize("engine", ["chunked", "looped", "masked"])
 def test_a_hundred_random_plans_compile_nothing(engine):
-    made = problem("mlp", samples=500)
+    made = problem("linear", samples=500)
     with trainer_for(
         made, engine=engine, controller=RandomPlans(0), devices=jax.devices()[:4], capacity=BATCH
     ) as trainer:
@@ -83,7 +83,7 @@ class Remembering:
 
 
 def test_evaluation_is_exact_over_every_sample_and_any_split():
-    made = problem("cnn", samples=61)
+    made = problem("linear", samples=61)
     means, fetched = [], []
     for workers in (1, 3):
         source = Remembering(made.data)
@@ -113,7 +113,7 @@ def test_resuming_on_other_workers_is_the_same_run():
 
 
 def test_epochs_cover_every_sample_exactly_once():
-    made = problem("mlp", samples=50)
+    made = problem("linear", samples=50)
     source = Remembering(made.data)
     with trainer_for(made, batch_size=16, controller=RandomPlans(0), devices=jax.devices()[:3]) as trainer:
         state, history = trainer.fit(trainer.init(made.params), source, epochs=2)
@@ -124,7 +124,7 @@ def test_epochs_cover_every_sample_exactly_once():
 
 
 def test_with_shards_every_worker_reads_its_own_and_every_sample_is_read_once():
-    made = problem("mlp", samples=101)
+    made = problem("linear", samples=101)
     source = Remembering(made.data)
     with trainer_for(made, partition="proportional", controller="dbs", devices=jax.devices()[:3]) as trainer:
         state, history = trainer.fit(trainer.init(made.params), source, epochs=2)
@@ -137,7 +137,7 @@ def test_with_shards_every_worker_reads_its_own_and_every_sample_is_read_once():
 
 
 def test_the_state_passed_to_fit_stays_valid():
-    made = problem("mlp")
+    made = problem("linear")
     with trainer_for(made) as trainer:
         start = trainer.init(made.params)
         first = trainer.fit(start, made.data, steps=3)[1].losses
@@ -146,24 +146,24 @@ def test_the_state_passed_to_fit_stays_valid():
 
 
 def test_hooks_see_each_step_with_the_state_after_it():
-    made = problem("mlp")
-    seen = []
+    made = problem("linear")
+    seen, size = [], lambda state: float(np.abs(jax.tree.leaves(state.params)[0]).sum())
 
     def hook(record, state):
-        seen.append((record.step, state.step, state.cursor, float(np.asarray(jax.tree.leaves(state.params)[0]).sum())))
+        seen.append((record.step, state.step, state.cursor, size(state)))
         json.dumps(record.row())
 
     with trainer_for(made) as trainer:
         state, history = trainer.fit(trainer.init(made.params), made.data, steps=4, hooks=[hook])
     assert [s[:3] for s in seen] == [(1, 1, 24), (2, 2, 48), (3, 3, 64), (4, 4, 88)]
     assert len({s[3] for s in seen}) == 4
-    assert seen[-1][3] == float(np.asarray(jax.tree.leaves(state.params)[0]).sum())
+    assert seen[-1][3] == size(state)
     assert len(history.records) == 4
     json.dumps(history.summary())
 
 
 def test_stop_ends_the_run_after_a_whole_step():
-    made = problem("mlp")
+    made = problem("linear")
     with trainer_for(made) as trainer:
         hook = lambda record, state: trainer.stop() if record.step == 3 else None
         state, history = trainer.fit(trainer.init(made.params), made.data, steps=50, hooks=[hook])
@@ -172,7 +172,7 @@ def test_stop_ends_the_run_after_a_whole_step():
 
 
 def test_a_stop_request_does_not_cut_an_evaluation_short():
-    made = problem("mlp", samples=300)
+    made = problem("linear", samples=300)
 
     class Stopping(Remembering):
         def __getitem__(self, index):
@@ -185,7 +185,7 @@ def test_a_stop_request_does_not_cut_an_evaluation_short():
 
 
 def test_requests_outlast_an_evaluation_between_two_steps():
-    made, saved = problem("mlp"), []
+    made, saved = problem("linear"), []
 
     def hook(record, state):
         saved.append(record.save)
@@ -202,7 +202,7 @@ def test_requests_outlast_an_evaluation_between_two_steps():
 
 @pytest.mark.parametrize("transport", ["mesh", pytest.param("host", marks=pytest.mark.slow)])
 def test_a_nan_is_reported_and_leaves_the_parameters_alone(transport):
-    made = problem("mlp", samples=48)
+    made = problem("linear", samples=48)
     order = Sampler(48, BATCH, 0).indices(0, 0, 48)
     made.data["image"][order[30]] = np.nan  # position 30 lies in step 2, in the slice of worker 0 of 2
     with (
@@ -218,7 +218,7 @@ def test_a_nan_is_reported_and_leaves_the_parameters_alone(transport):
 
 
 def test_the_moving_average_of_parameters():
-    made = problem("mlp")
+    made = problem("linear")
     seen = []
     with trainer_for(made, ema_decay=0.8) as trainer:
         hook = lambda record, state: seen.append(jax.tree.map(np.array, state.params))
@@ -240,14 +240,14 @@ def test_the_plan_of_a_step_uses_the_timings_up_to_two_steps_before():
         def observe(self, seen):
             calls.append(seen.step)
 
-    made = problem("mlp")
+    made = problem("linear")
     with trainer_for(made, controller=Watcher(0)) as trainer:
         trainer.fit(trainer.init(made.params), made.data, steps=5)
     assert calls == ["plan", "plan", 0, "plan", 1, "plan", 2, "plan", 3, 4]
 
 
 def test_the_next_step_is_planned_and_packed_while_this_one_computes():
-    made, calls = problem("mlp"), []
+    made, calls = problem("linear"), []
 
     def recorded(name, call):
         return lambda *args, **kwargs: (calls.append(name), call(*args, **kwargs))[1]
@@ -264,7 +264,7 @@ def test_the_next_step_is_planned_and_packed_while_this_one_computes():
 
 
 def test_the_first_step_and_steps_during_a_compile_are_not_timed():
-    made = problem("mlp")
+    made = problem("linear")
 
     def hook(record, state):
         trainer.step.engine.compiling = record.step == 3
@@ -283,7 +283,7 @@ def test_an_evaluation_is_split_like_the_training_steps():
         def plan(self, batch, limits, epoch=0):
             return Plan(np.array([batch - batch // 4, batch // 4]))
 
-    made, counts = problem("mlp", samples=244), []
+    made, counts = problem("linear", samples=244), []
     options = {"controller": Uneven(0), "engine": Looped(max_rows=1), "capacity": 24}  # no padding
     with trainer_for(made, **options) as trainer:
         state, _ = trainer.fit(trainer.init(made.params), made.data, epochs=1)  # the last step is a short one
@@ -296,7 +296,7 @@ def test_an_evaluation_is_split_like_the_training_steps():
 @pytest.mark.slow
 def test_padding_is_charged_and_masked_shows_no_gain():
     """Simulated time is charged for computed rows: a buffer that is always computed whole cannot be balanced."""
-    made = problem("mlp", samples=400)
+    made = problem("linear", samples=400)
     last = {}
     for engine in ("chunked", "masked"):
         simulation = Simulation(constant([1, 0.25]), row_time=1e-3)
@@ -362,13 +362,13 @@ def test_padding_is_charged_and_masked_shows_no_gain():
     ],
 )
 def test_bad_options_are_refused(options, words):
-    made = problem("mlp")
+    made = problem("linear")
     with pytest.raises((ValueError, TypeError), match=words), trainer_for(made, **options) as trainer:
         trainer.fit(trainer.init(made.params), made.data, steps=1)
 
 
 def test_parameters_and_batches_that_do_not_fit_into_memory_are_refused(monkeypatch):
-    made = problem("mlp")
+    made = problem("linear")
     with trainer_for(made) as trainer:
         state = trainer.init(made.params)
         monkeypatch.setattr(memory, "host", lambda: 1000)
@@ -379,7 +379,7 @@ def test_parameters_and_batches_that_do_not_fit_into_memory_are_refused(monkeypa
 
 
 def test_numpy_integers_are_accepted():
-    made = problem("mlp")
+    made = problem("linear")
     with trainer_for(made, batch_size=np.int32(BATCH), seed=np.uint32(3), capacity=np.array([24, 24])) as trainer:
         state, history = trainer.fit(trainer.init(made.params), made.data, steps=np.int64(2))
         assert len(history.records) == 2
@@ -389,7 +389,7 @@ def test_numpy_integers_are_accepted():
 
 
 def test_a_failed_fit_leaves_the_trainer_usable():
-    made = problem("mlp")
+    made = problem("linear")
     with trainer_for(made) as trainer:
         state, _ = trainer.fit(trainer.init(made.params), made.data, steps=1)
         with pytest.raises(TypeError):
@@ -399,7 +399,7 @@ def test_a_failed_fit_leaves_the_trainer_usable():
 
 
 def test_no_engine_computes_more_than_max_rows_at_once():
-    made = problem("mlp")
+    made = problem("linear")
     with trainer_for(made, engine=Looped(max_rows=3)) as trainer:
         state, _ = trainer.fit(trainer.init(made.params), made.data, steps=1)
         assert trainer.step.engine.micro == 3
@@ -452,7 +452,7 @@ def test_bad_arguments_are_refused():
 @pytest.mark.parametrize("transport", ["mesh", pytest.param("host", marks=pytest.mark.slow)])
 def test_weights_of_a_plan_scale_the_gradient_sum_of_each_worker(transport):
     """The published dp averages the workers' means: weights B / (N b_i), biased towards the small worker."""
-    made = problem("mlp", samples=BATCH)
+    made = problem("linear", samples=BATCH)
     counts = np.array([6, 18])
 
     class MeanOfMeans(RandomPlans):
@@ -476,7 +476,7 @@ def test_weights_of_a_plan_scale_the_gradient_sum_of_each_worker(transport):
 
 @pytest.mark.parametrize("counts", [[0, 0], [12, 13], [-1, 25], [24], [12.0, 12.0], [4, 20]])
 def test_impossible_counts_of_a_controller_are_refused_before_anything_runs(counts):
-    made = problem("mlp")
+    made = problem("linear")
 
     class Wrong(RandomPlans):
         name = "wrong"
