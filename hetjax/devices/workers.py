@@ -128,7 +128,7 @@ class Workers:
             )
         return cls(tuple(Worker(*row) for theirs in gathered for row in theirs), tuple(own), None, me)
 
-    def with_memory(self, memory_W: Sequence[int]) -> Workers:
+    def with_memory(self, memory_W: np.ndarray) -> Workers:
         """The same workers with this memory instead of what their devices report."""
         members = (replace(member, memory=int(room)) for member, room in zip(self.members, memory_W, strict=True))
         return replace(self, members=tuple(members))

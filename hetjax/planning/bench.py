@@ -124,8 +124,8 @@ class Bench:
             ready = [member for member in self.benched if self._pause_M[member] == 0]
             member = min(ready) if ready else self._suspect(batch, limits)
             if member is not None:
-                noise = (float(np.std(self._locals)) + float(np.std(self._rests))) / self._usual_seconds()
-                steps = int(np.clip(np.ceil(_TRIAL * (noise / _QUIET) ** 2), _TRIAL, _LONGEST))
+                noise = (float(np.std(self._locals)) + float(np.std(self._rests))) / self._usual_seconds() / _QUIET
+                steps = int(np.clip(np.ceil(_TRIAL * noise * noise), _TRIAL, _LONGEST))
                 self._trial = _BenchTrial(member, member not in self.benched, steps)
 
     def _usual_seconds(self) -> float:
