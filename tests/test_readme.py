@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import quick_compiles
-import train
-from training import configs
 
 from hetjax.__main__ import main as hetjax_main
+from hetjax.cli import train
+from hetjax.cli.training import configs
 from hetjax.launch import launcher
 from hetjax.launch import options as launch_flags
 from hetjax.presets import PRESETS
