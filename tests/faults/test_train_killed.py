@@ -13,7 +13,7 @@ from hetjax.report import read_run
 
 pytestmark = pytest.mark.slow
 
-TRAIN = Path(train.__file__)
+TRAIN = Path(__file__).parents[2] / "experiments" / "train.py"
 
 
 FLAGS = ["--model", "mlp", "--width", "8", "--optimizer", "sgd", "--learning-rate", "0.02"]

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from hetjax.report import report
-from hetjax.report.drawing import running_median, thinned, worker_color
+from hetjax.report.drawing import running_median, style, thinned, worker_color
 from hetjax.report.figure import draw_run, run_figure
 from hetjax.report.panels import counts_panel, efficiency_panel, timeline_steps
 from hetjax.report.run_folder import find_runs, read_run
@@ -103,7 +103,8 @@ def test_a_change_of_counts_is_drawn_where_it_was(tmp_path, steps):
 
 def test_a_figure_has_one_plot_of_the_loss(two_runs):
     run = read_run(two_runs[0] / "balanced")
-    titles = [axes.get_title(loc="left") for axes in run_figure(run).axes]
+    with style():
+        titles = [axes.get_title(loc="left") for axes in run_figure(run).axes]
     assert [title for title in titles if "Loss" in title] == ["Loss against seconds"]
 
 
