@@ -35,7 +35,6 @@ LIMIT = 600.0  # seconds for one run
 class Scene:
     """What a picture shows: the steps of a run, and what is said from which step on."""
 
-    steps: np.ndarray
     counts_SxW: np.ndarray  # zero: this worker is not there
     samples_per_s: np.ndarray
     captions: dict[int, str]  # by index of the first step
@@ -45,12 +44,14 @@ def throttled(folder: Path) -> Scene:
     """Train with worker speeds that change during the run."""
     subprocess.run([*HETJAX, "train", "--config", "digits_slowdown", "--out", folder], check=True, timeout=LIMIT)
     run = read_run(folder)
+    full = run.full_S  # without the short last step of an epoch
+    first = lambda step: int(np.searchsorted(run.step_S[full], step))
     captions = {
-        0: "speeds 1, 1, 0.5, 0.25",
-        59: "step 60: worker 1 is throttled to 0.4",
-        119: "step 120: worker 3 speeds up to 1",
+        0: "four workers of speed 1, 1, 0.5 and 0.25",
+        first(60): "step 60: worker 1 is throttled to 0.4",
+        first(120): "step 120: worker 3 speeds up to 1",
     }
-    return Scene(run.step_S, np.nan_to_num(run.counts_SxW), run.samples_per_s_S, captions)
+    return Scene(np.nan_to_num(run.counts_SxW[full]), run.samples_per_s_S[full], captions)
 
 
 def lost(folder: Path) -> Scene:
@@ -69,20 +70,18 @@ def lost(folder: Path) -> Scene:
         launcher.wait(30)
     after = read_run(folder)
     assert launcher.returncode == 0, "the run did not finish"
-    two_W = np.nan_to_num(after.counts_SxW)
-    fewer = two_W[:, 2] == 0 if two_W.shape[1] == 3 else np.ones(after.steps, bool)
-    resumed = int(after.step_S[fewer][0])
-    survivors = np.zeros((int(fewer.sum()), 3))
-    survivors[:, [0, 2]] = two_W[fewer][:, :2]
-    at = before.step_S[-1]
+    fewer = np.isnan(after.counts_SxW[:, 2])  # the steps of two workers
+    resumed, at = int(after.step_S[fewer][0]), before.step_S[-1]
+    old, new = before.full_S, after.full_S & fewer
+    survivors_SxW = np.zeros((int(new.sum()), 3))
+    survivors_SxW[:, [0, 2]] = after.counts_SxW[new, :2]
     captions = {
         0: "three processes, speeds 1, 0.7, 0.5",
-        before.steps: f"process 1 was killed at step {at}: the others go on from the checkpoint of step {resumed - 1}",
+        int(old.sum()): f"process 1 was killed at step {at}: the others go on from the checkpoint of {resumed - 1}",
     }
     return Scene(
-        np.append(before.step_S, after.step_S[fewer]),
-        np.vstack([np.nan_to_num(before.counts_SxW), survivors]),
-        np.append(before.samples_per_s_S, after.samples_per_s_S[fewer]),
+        np.vstack([np.nan_to_num(before.counts_SxW[old]), survivors_SxW]),
+        np.append(before.samples_per_s_S[old], after.samples_per_s_S[new]),
         captions,
     )
 

@@ -1,7 +1,5 @@
 """The documentation is true: its Python runs, its commands and flags exist, its table of strategies is complete."""
 
-import contextlib
-import io
 import re
 import shlex
 from pathlib import Path
@@ -9,72 +7,19 @@ from pathlib import Path
 import numpy as np
 import plain_flax
 import pytest
+from page_blocks import blocks, check_command, commands
 
 import hetjax
-from hetjax.__main__ import COMMANDS, main
-from hetjax.cli import train
-from hetjax.launch.options import split_program
 from hetjax.presets import PRESETS
 from hetjax.sync import REGISTRY
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 NAMES = [page.relative_to(ROOT / "docs").as_posix() for page in PAGES]
-NOT_OURS = {"pip", "pytest", ".ci/run", "apt", "mkdocs"}
 
 
 def text_of(name):
     return (ROOT / "docs" / name).read_text(encoding="utf-8")
-
-
-def blocks(text, language):
-    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
-
-
-def commands(text):
-    """The commands of a page's shell blocks, and of indented and quoted lines that start a program of ours."""
-    lines = [line for block in blocks(text, "bash") for line in block.replace("\\\n", " ").splitlines()]
-    lines += re.findall(r"(?:^    |`)((?:python (?:docs|experiments)/|hetjax )[^`\n]+)", text, re.MULTILINE)
-    found = [shlex.split(part, comments=True) for line in lines for part in line.split("&&")]
-    return [command for command in found if command]
-
-
-def check_command(command):
-    """Parse a command of hetjax, wherever it stands in the line; of other programs of ours, look for file and flags."""
-    if command[0] in NOT_OURS:
-        return
-    if "hetjax" in command:
-        check_hetjax(command[command.index("hetjax") + 1 :])
-        return
-    scripts = [word for word in command if word.endswith(".py")]
-    assert scripts, f"unknown command {command}"
-    source = (ROOT / scripts[0]).read_text(encoding="utf-8")
-    for word in command[command.index(scripts[0]) + 1 :]:
-        if word.startswith("--"):
-            assert word[2:].replace("-", "_") in source or f'"{word}"' in source, f"{scripts[0]} has no {word}"
-
-
-def check_hetjax(words):
-    if not words or words[0] not in COMMANDS:
-        raise AssertionError(f"there is no command hetjax {' '.join(words)}")
-    if words[0] == "train":
-        train.read_config(words[1:])
-        return
-    own, program = split_program(words)
-    known = help_of(own[0])
-    for word in own[1:]:
-        if word.startswith("--"):
-            assert word.partition("=")[0] in known, f"hetjax {own[0]} has no {word}"
-    if own[0] == "launch" and program[0] == "hetjax":
-        check_hetjax(program[1:])
-
-
-def help_of(command):
-    """The flags that --help of a command lists."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), pytest.raises(SystemExit):
-        main([command, "--help"])
-    return set(re.findall(r"--[a-z][a-z-]*", printed.getvalue()))
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if commands(text_of(name))])
