@@ -114,11 +114,11 @@ def test_the_library_examples_run(tmp_path, monkeypatch, capsys):
 
 
 def test_the_table_lists_all_strategies():
-    rows = re.findall(r"^\| `(\w[\w-]*)` \| (.*) \|$", README, re.MULTILINE)
-    assert rows == [(name, strategy.idea) for name, strategy in PRESETS.items()]
+    rows = re.findall(r"^\| (`.*`) \| .* \|$", README, re.MULTILINE)
+    assert sorted(re.findall(r"`([\w-]+)`", " ".join(rows))) == sorted(PRESETS)
 
 
 def test_linked_files_exist_and_it_is_short():
     for path in re.findall(r"\]\(([^)#:]+)\)", README):
         assert (ROOT / path).is_file(), path
-    assert len(README.split()) < 1000
+    assert len(README.split()) < 900
