@@ -20,7 +20,8 @@ def blocks(text, language):
 
 def commands(text):
     """The commands of a page's shell blocks, and of indented and quoted lines that start a program of ours."""
-    lines = [line for block in blocks(text, "bash") for line in block.replace("\\\n", " ").splitlines()]
+    text = text.replace("\\\n", " ")
+    lines = [line for block in blocks(text, "bash") for line in block.splitlines()]
     lines += re.findall(r"(?:^    |`)((?:python (?:docs|experiments)/|hetjax )[^`\n]+)", text, re.MULTILINE)
     found = [shlex.split(part, comments=True) for line in lines for part in line.split("&&")]
     return [command for command in found if command]
@@ -45,14 +46,14 @@ def check_hetjax(words):
     if not words or words[0] not in COMMANDS:
         raise AssertionError(f"there is no command hetjax {' '.join(words)}")
     if words[0] == "train":
-        train.read_config(words[1:])
+        train.read_config([word for word in words[1:] if word != "--resume"])  # there is no run to resume here
         return
     own, program = split_program(words)
     known = help_of(own[0])
     for word in own[1:]:
         if word.startswith("--"):
             assert word.partition("=")[0] in known, f"hetjax {own[0]} has no {word}"
-    if own[0] == "launch" and program[0] == "hetjax":
+    if program[:1] == ["hetjax"]:
         check_hetjax(program[1:])
 
 
