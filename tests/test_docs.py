@@ -1,12 +1,16 @@
 """The documentation is true: its Python runs, its commands and flags exist, its table of strategies is complete."""
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import plain_flax
 import pytest
+import quick_compiles
 from page_blocks import blocks, check_command, commands
 
 import hetjax
@@ -61,6 +65,11 @@ def after_block(name, number, block, names, plain):
 def test_the_python_of_a_page_runs(name, tmp_path, monkeypatch, capsys):
     """All blocks of a page, one after the other, in one namespace."""
     monkeypatch.chdir(tmp_path)
+    if "hetjax.devices(" in text_of(name):  # as a user's program: without the devices of the tests
+        code = "\n\n".join(blocks(text_of(name), "python"))
+        env = {**os.environ, "XLA_FLAGS": quick_compiles.FLAGS}
+        subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=200)
+        return
     names, plain = {}, {}
     for number, block in enumerate(blocks(text_of(name), "python")):
         exec(compile(block, f"{name}, block {number + 1}", "exec"), names)
