@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import numpy as np
 import tyro
 
+from hetjax.cli.training.configs import CONFIGS
 from hetjax.planning import controllers
 from hetjax.planning.limits import Limits
 from hetjax.planning.simulator import Trace, simulate
@@ -70,11 +71,9 @@ def main(
     """
     results = {}
     for name in TRACES:
-        expected = predicted(HERE / "traces" / name, controller, steps)
+        expected = predicted(CONFIGS / name, controller, steps)
         with tempfile.TemporaryDirectory() as folder:
-            summaries = [
-                measured(HERE / "traces" / name, controller, steps, Path(folder) / str(k)) for k in range(runs)
-            ]
+            summaries = [measured(CONFIGS / name, controller, steps, Path(folder) / str(k)) for k in range(runs)]
         rates = [summary["samples_per_s"] for summary in summaries]
         ratio = float(np.median(rates)) / expected
         results[name] = {

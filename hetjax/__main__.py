@@ -1,10 +1,11 @@
-"""The command line of the package: python -m hetjax check | report | launch | key | partition."""
+"""The command line of the package: hetjax, or python -m hetjax."""
 
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import tyro
 
@@ -13,6 +14,7 @@ from hetjax.cli import commands
 from hetjax.launch.options import Options, split_program
 
 COMMANDS: dict[str, Callable[..., Any]] = {
+    "train": commands.train,
     "check": commands.check,
     "report": commands.report,
     "launch": commands.launch,
@@ -24,12 +26,16 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns 0, 1 if a check failed, 2 for a usage error, or the exit code of a launched program."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] == ["train"]:  # it has flags, and exit codes, of its own
+        from hetjax.cli import train
+
+        return train.main(arguments[1:])
     arguments, program = split_program(arguments) if arguments[:1] == ["launch"] else (arguments, [])
     try:
         result = tyro.extras.subcommand_cli_from_dict(
             COMMANDS,
-            prog="python -m hetjax",
-            description="Tools for training with hetjax.",
+            prog="hetjax",
+            description="Data-parallel JAX training on devices of unequal and changing speed.",
             args=arguments,
             config=(tyro.conf.FlagCreatePairsOff,),
         )
@@ -46,10 +52,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-if __name__ == "__main__":
-    code = main()
-    if processes.link() is not None:  # a command that joined other processes
+def program(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run a command and end this process, together with the others that it has joined."""
+    try:
+        code = main(arguments)
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    if processes.link() is not None:
         from hetjax.fleet import leave
 
-        leave(code, together=code == 0)
+        leave(code, together=code in (0, 130))
     sys.exit(code)
+
+
+if __name__ == "__main__":
+    program()

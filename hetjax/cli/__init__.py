@@ -1,1 +1,1 @@
-"""The commands of `python -m hetjax`."""
+"""The commands of `hetjax`, or `python -m hetjax`."""

@@ -8,13 +8,17 @@ from typing import Annotated
 import tyro
 from rich.console import Console
 
-from hetjax.launch.options import Options, optional
+from hetjax.launch.options import Options, Switch, optional
+
+
+def train() -> None:
+    """Train a model on these devices, and see what balancing gains."""
 
 
 def check(devices: Annotated[str | None, optional("N|KINDS")] = None) -> None:
-    """Check new hardware: the fleet as it would be used, its speed, and whether it computes what one device does.
+    """Check the devices: their speed, and whether they compute what one of them does.
 
-    Under `python -m hetjax launch -- -m hetjax check`, the fleet of all processes.
+    Of several processes: hetjax launch --processes 4 -- hetjax check.
 
     Args:
         devices: a number, gpu, cpu, gpu+cpu, cuda:0,2+cpu or all (default: all accelerators, else 4 simulated CPU
@@ -25,10 +29,10 @@ def check(devices: Annotated[str | None, optional("N|KINDS")] = None) -> None:
     main(devices)
 
 
-def key(file: tyro.conf.Positional[Path]) -> None:
-    """Make a key for a fleet: only processes that have it are let in, and their messages are encrypted.
+def key(file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]) -> None:
+    """Make a key: only processes that have it join a run; messages are encrypted.
 
-    Copy the file to all hosts, and give it to all processes: --key FILE, or HETJAX_KEY=FILE.
+    Copy the file to all hosts, and start all processes with --key FILE.
 
     Args:
         file: a file that does not exist yet; only you will be able to read it
@@ -40,9 +44,10 @@ def key(file: tyro.conf.Positional[Path]) -> None:
 
 
 def report(
-    folders: tyro.conf.Positional[tuple[Path, ...]], page: Annotated[Path | None, optional("PATH")] = None
+    folders: Annotated[tuple[Path, ...], tyro.conf.Positional, optional("FOLDER [FOLDER ...]")],
+    page: Annotated[Path | None, optional("PATH")] = None,
 ) -> None:
-    """Compare runs: a figure in every run's folder and one self-contained HTML page.
+    """Compare runs: a figure in every run's folder, and one self-contained page.
 
     Args:
         folders: folders of training runs, or folders that contain several of them
@@ -56,16 +61,19 @@ def report(
 
 
 def launch(options: Annotated[Options, tyro.conf.arg(name="")]) -> Options:
-    """Run a program as several processes on this machine: launch [FLAGS] -- PROGRAM [ARGUMENTS].
+    """Run several processes on this machine: launch [FLAGS] -- PROGRAM [ARGUMENTS].
 
-    CPU quotas can slow processes down while they run. When a process dies the others are stopped, and all can be
-    restarted from the last checkpoint. No process is left behind.
+    PROGRAM is a Python file, -m MODULE or a command, such as hetjax train.
+
+    When a process dies the others are stopped; --restart starts all of them again.
+
+    Nothing is left running. Quotas can slow processes down while they run.
     """
     return options  # launched by `main`, which has the program's arguments
 
 
 def partition(
-    dataset: tyro.conf.Positional[str],
+    dataset: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DATASET")],
     rates: Annotated[str | None, optional("LIST")] = None,
     workers: Annotated[int, tyro.conf.arg(metavar="INT")] = 4,
     objective: Annotated[str | None, optional("NAME")] = None,
@@ -75,10 +83,12 @@ def partition(
     pseudo_classes: Annotated[int | None, optional("INT")] = None,
     out: Path = Path("blocks.npz"),
     recut: Annotated[Path | None, optional("FILE")] = None,
-    compare: bool = False,
+    compare: Switch = False,
     seed: int = 0,
 ) -> None:
-    """Partition a data set into one representative block per worker (submodular greedy, arXiv 2211.00839).
+    """Partition a dataset into one representative block per worker.
+
+    Blocks are chosen by submodular greedy selection (arXiv 2211.00839).
 
     Args:
         dataset: digits, synthetic, idx:DIR, npz:FILE (with labels, other targets or none) or tfds:NAME

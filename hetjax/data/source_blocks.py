@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -77,6 +77,10 @@ def make_blocks(
     return submodular_blocks(features_DxF, classes_D, rates_W, **options).with_settings(features=name)
 
 
+@overload
+def shared_blocks(make: Callable[[], Blocks]) -> Blocks: ...
+@overload
+def shared_blocks(make: Callable[[], Blocks | None]) -> Blocks | None: ...
 def shared_blocks(make: Callable[[], Blocks | None]) -> Blocks | None:
     """Call `make` in the first process and return its blocks in all processes, which all have to call this.
 

@@ -50,4 +50,8 @@ def check_number(count: int) -> None:
 
 def why_no_more() -> str:
     """Why JAX has no more CPU devices."""
-    return "set by XLA_FLAGS or JAX_NUM_CPU_DEVICES" if devices_from_environment() else "JAX was initialized before"
+    return (
+        "set by XLA_FLAGS or JAX_NUM_CPU_DEVICES"
+        if devices_from_environment()
+        else ("JAX was used before: choose devices first, before a model or an array is made")
+    )

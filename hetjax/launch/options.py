@@ -1,4 +1,4 @@
-"""The flags of `python -m hetjax launch`: declared, checked and parsed."""
+"""The flags of `hetjax launch`: declared, checked and parsed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from hetjax.devices.choice import parse
 from hetjax.launch.quotas import Disturbance, check_cores
 
 RESTARTS = 3  # for --restart without a number
-_EXAMPLE = "python -m hetjax launch --processes 2 -- experiments/train.py --steps 100"
+_EXAMPLE = "hetjax launch --processes 2 -- hetjax train --steps 100"
 
 
 def optional(metavar: str) -> object:
     """Shows a flag in --help with this metavar and without "(default: None)"."""
     return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
+
+
+Switch = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]  # without "(default: False)"
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Options:
     processes: int = 2
     """number of processes"""
     quotas: Annotated[str | None, optional("CORES,...")] = None
-    """CPU quota of each process in cores, such as 0.8,0.4; needs cgroup permissions, see the README"""
+    """CPU quota of each process in cores, such as 0.8,0.4; needs permission to write cgroups"""
     quota_from: Literal["first-step", "start"] = "first-step"
     """apply quotas only while steps are taken, so that compilation is not slowed down, or from the start"""
     disturb: Annotated[str | None, optional("STEP:QUOTAS;...")] = None
@@ -42,12 +45,12 @@ class Options:
     transport: Annotated[Literal["auto", "mesh", "host"] | None, optional("{auto,mesh,host}")] = None
     """how sums travel: host for any mix of devices, mesh (XLA) for one kind; sets HETJAX_TRANSPORT (default: auto)"""
     key: Annotated[Path | None, optional("FILE")] = None
-    """key of the fleet (python -m hetjax key FILE), to authenticate and encrypt; sets HETJAX_KEY (default: none)"""
-    pin: bool = False
+    """key of the fleet (hetjax key FILE), to authenticate and encrypt; sets HETJAX_KEY (default: none)"""
+    pin: Switch = False
     """pin each process to its own cores, in proportion to the quotas; cores are shared if there are too few"""
     restart: int = 0
     """maximum number of restarts of all processes, with --resume, after a failure (3 if given without a number)"""
-    elastic: bool = False
+    elastic: Switch = False
     """restart without the process that failed, as long as one is left"""
     resume_flag: str = "--resume"
     """argument added to the program's arguments in a restart; empty to add none"""
@@ -148,6 +151,8 @@ def command_of(program: Sequence[str]) -> list[str]:
     if not program:
         raise ValueError(f"There is nothing to run: give the program after --, as in {_EXAMPLE}.")
     first, *rest = program
+    if first == "hetjax":  # also where the command is not on the path
+        return [sys.executable, "-m", *program]
     if first == "-m":
         return [sys.executable, *program]
     path = Path(first)

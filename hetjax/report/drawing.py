@@ -70,12 +70,31 @@ def svg_bytes(figure: Figure) -> bytes:
     return file.getvalue()
 
 
-def curve(axes: Axes, x: np.ndarray, y: np.ndarray, color: str, *, label: str | None = None, raw: bool = True) -> None:
-    """Draw the running median and, faintly behind it, the points; fewer than 20 points are drawn as they are."""
+def curve(
+    axes: Axes,
+    x: np.ndarray,
+    y: np.ndarray,
+    color: str,
+    *,
+    label: str | None = None,
+    raw: bool = True,
+    jumps: np.ndarray | tuple[()] = (),
+) -> None:
+    """Draw the running median and, faintly behind it, the points; fewer than 20 points are drawn as they are.
+
+    Args:
+        axes: where to draw.
+        x: positions.
+        y: values.
+        color: color of the line.
+        label: label of the line.
+        raw: whether to draw the points too.
+        jumps: indices at which the values may jump; they and those before them are drawn in any case.
+    """
     if len(y) < 20:
         axes.plot(x, y, color=color, marker="o", markersize=3, label=label)
         return
-    drawn = thinned(len(y))
+    drawn = thinned(len(y), np.maximum(np.append(jumps, np.subtract(jumps, 1)), 0))
     if raw:
         axes.plot(x[drawn], y[drawn], color=color, alpha=0.3, linewidth=0.8)
     axes.plot(x[drawn], running_median(y, max(5, len(y) // 100))[drawn], color=color, linewidth=1.8, label=label)
@@ -96,9 +115,13 @@ def window_sums(values_SxK: np.ndarray) -> np.ndarray:
     return total[np.minimum(row + half + 1, len(values_SxK))] - total[np.maximum(row - half, 0)]
 
 
-def thinned(length: int) -> np.ndarray:
-    """Return the indices of the points to draw: all, or 800 evenly spaced ones including the first and the last."""
-    return np.unique(np.linspace(0, length - 1, min(_POINTS, length)).astype(int))
+def thinned(length: int, keep: np.ndarray | tuple[()] = ()) -> np.ndarray:
+    """Return the indices of the points to draw: all, or 800 evenly spaced ones including the first and the last.
+
+    Up to 800 points in `keep` are drawn too, such as those where a curve jumps: it jumps there, not near there.
+    """
+    even = np.linspace(0, length - 1, min(_POINTS, length)).astype(int)
+    return np.unique(np.append(even, keep if len(keep) <= _POINTS else ())).astype(int)
 
 
 def label_beside(axes: Axes, worker: int, value: str, y: float) -> None:

@@ -45,10 +45,7 @@ def run_figure(run: RecordedRun) -> Figure:
     (batches_panel if run.asynchronous else counts_panel)(left, run)
     efficiency_panel(right, run)
     (asynchronous_panels if run.asynchronous else timelines)(parts[1], run)
-    left, right = parts[2].subplots(1, 2, sharey=True)
-    loss_panel(left, run, run.samples_S, "samples")
-    loss_panel(right, run, run.seconds_S, "seconds")
-    right.set_ylabel("")
+    loss_panel(parts[2].subplots(), run)
     return figure
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import html
 import json
 import os
@@ -19,22 +20,16 @@ from hetjax.report.drawing import THOUSANDS, curve, run_color, style, svg_bytes
 from hetjax.report.figure import draw_run
 from hetjax.report.run_folder import RecordedRun, find_runs, read_run
 
-# key of summary.json, heading, format
+# key of summary.json, heading, format: results first, configuration last
 SUMMARIES = (
-    ("strategy", "strategy", "{}"),
-    ("controller", "controller", "{}"),
-    ("partition", "partition", "{}"),
-    ("sync", "sync", "{}"),
-    ("engine", "engine", "{}"),
-    ("workers", "workers", "{:,}"),
-    ("steps", "steps", "{:,}"),
-    ("samples", "samples", "{:,}"),
-    ("wall_s", "seconds", "{:,.1f}"),
     ("samples_per_s", "samples/s", "{:,.0f}"),
     ("ideal_samples_per_s", "ideal samples/s", "{:,.0f}"),
     ("efficiency", "efficiency", "{:.1%}"),
-    ("final_loss", "final loss", "{:.4f}"),
     ("test_accuracy", "test accuracy", "{:.4f}"),
+    ("final_loss", "final loss", "{:.4f}"),
+    ("wall_s", "seconds", "{:,.1f}"),
+    ("steps", "steps", "{:,}"),
+    ("samples", "samples", "{:,}"),
     ("plan_changes", "plan changes", "{:,}"),
     ("recompiles_after_warmup", "recompiles after warm-up", "{:,}"),
     ("updates", "updates", "{:,}"),
@@ -42,11 +37,24 @@ SUMMARIES = (
     ("utilization", "utilization per worker", "{:.0%}"),
     ("data_wait_share", "time waiting for data", "{:.1%}"),
     ("overruns", "overruns", "{:,}"),
+    ("workers", "workers", "{:,}"),
+    ("strategy", "strategy", "{}"),
+    ("controller", "controller", "{}"),
+    ("partition", "partition", "{}"),
+    ("sync", "sync", "{}"),
+    ("engine", "engine", "{}"),
+)
+_HIGHER_IS_BETTER = ("samples_per_s", "efficiency", "test_accuracy")
+_IDEAL = (
+    "The ideal is the sum of what each worker reaches with the same engine while all of them run at once, without "
+    "waiting for each other and without exchange. Efficiency is samples/s over the ideal."
 )
 
 _CSS = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 76rem; padding: 0 1rem; color: #222; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
+h1 { font-size: 1.1rem; color: #555; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
+.headline { font-size: 1.7rem; line-height: 1.25; font-weight: 600; margin: .4rem 0 1.5rem; }
+.note { color: #555; max-width: 46rem; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .7rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; }
@@ -59,44 +67,77 @@ img { max-width: 100%; height: auto; }
 
 
 def comparison_page(runs: Sequence[RecordedRun], figures: Sequence[bytes]) -> str:
-    """Return the HTML page, with the SVG figure of each run embedded: it loads nothing from elsewhere."""
+    """Return the HTML page, with the SVG figure of each run embedded.
+
+    It loads nothing from elsewhere and runs no script: its content security policy allows its own style and images.
+    """
     title = html.escape("hetjax: " + (runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"))
-    parts = [f"<h1>{title}</h1>", "<h2>Summaries</h2>", _summaries(runs)]
+    parts = [f"<h1>{title}</h1>"]
+    parts += [f'<p class="headline">{html.escape(sentence)}</p>' for sentence in filter(None, [result(runs)])]
+    parts += [_summaries(runs)]
+    if any(run.ideal is not None for run in runs):
+        parts.append(f'<p class="note">{_IDEAL}</p>')
     if len(runs) > 1:
         with style():
             overlay = svg_bytes(_overlay(runs))
-        parts += ["<h2>All runs</h2>", _image(overlay, "throughput and loss of all runs"), _differences(runs)]
+        parts += ["<h2>All runs</h2>", _image(overlay, "throughput and loss of all runs")]
     for run, figure in zip(runs, figures, strict=True):
         parts += [f"<h2>{html.escape(run.name)}</h2>", _image(figure, f"run {run.name}")]
         parts += [f'<p class="warning">{html.escape(warning)}</p>' for warning in run.warnings]
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
-    start = f'<!DOCTYPE html>\n<html lang="en"><head>{head}<style>{_CSS}</style></head><body>'
+    parts += [_differences(runs)]
+    css = _CSS + "".join(f".run{index} {{ background: {run_color(index)}; }}\n" for index in range(len(runs)))
+    allowed = base64.b64encode(hashlib.sha256(css.encode()).digest()).decode()
+    policy = f"default-src 'none'; img-src data:; style-src 'sha256-{allowed}'; base-uri 'none'; form-action 'none'"
+    head = f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
+    head += f'<meta name="viewport" content="width=device-width"><title>{title}</title>'
+    start = f'<!DOCTYPE html>\n<html lang="en"><head>{head}<style>{css}</style></head><body>'
     return "\n".join([start, *parts, "</body></html>\n"])
 
 
+def result(runs: Sequence[RecordedRun]) -> str | None:
+    """Return the result in one sentence: how much faster the fastest run is than the slowest; None if unknown."""
+    speeds = [(run.summary["samples_per_s"], run) for run in runs if _positive(run.summary.get("samples_per_s"))]
+    if not speeds:
+        return None
+    slow, slowest = min(speeds, key=lambda pair: pair[0])
+    fast, fastest = max(speeds, key=lambda pair: pair[0])
+    sentence = f"{fast:,.0f} samples/s"
+    if len(speeds) > 1:
+        sentence = f"{fastest.name} is {fast / slow:.2g}x as fast as {slowest.name}: {sentence} against {slow:,.0f}"
+    efficiency = fastest.summary.get("efficiency")
+    return sentence + (f", {efficiency:.0%} of the ideal" if _positive(efficiency) else "")
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and 0 < value < np.inf
+
+
 def _summaries(runs: Sequence[RecordedRun]) -> str:
-    """Return the table of summaries, one column per run, with the best speed, efficiency and accuracy highlighted."""
-    best = {key: _best(runs, key) for key in ("samples_per_s", "efficiency", "test_accuracy")}
+    """Return the table of summaries, one column per run, the best speed, efficiency and accuracy marked."""
     lines = []
     for key, heading, form in SUMMARIES:
         values = [run.summary.get(key) for run in runs]
         if all(value is None for value in values):
             continue
-        marks = [' class="best"' if value is not None and value == best.get(key) else "" for value in values]
-        cells = [f"<td{m}>{html.escape(_shown(value, form))}</td>" for m, value in zip(marks, values, strict=True)]
+        shown = [_shown(value, form) for value in values]
+        best = _best(values, shown) if key in _HIGHER_IS_BETTER else None
+        marks = [' class="best"' if text == best else "" for text in shown]
+        cells = [f"<td{mark}>{html.escape(text)}</td>" for mark, text in zip(marks, shown, strict=True)]
         lines.append(f"<tr><td>{heading}</td>{''.join(cells)}</tr>")
     return _table(runs, lines)
 
 
 def _table(runs: Sequence[RecordedRun], lines: list[str]) -> str:
-    dots = [f'<span class="dot" style="background:{run_color(index)}"></span>' for index in range(len(runs))]
+    dots = [f'<span class="dot run{index}"></span>' for index in range(len(runs))]
     names = "".join(f"<th>{dot}{html.escape(run.name)}</th>" for dot, run in zip(dots, runs, strict=True))
     return '<div class="wide"><table>\n' + "\n".join([f"<tr><th></th>{names}</tr>", *lines]) + "\n</table></div>"
 
 
-def _best(runs: Sequence[RecordedRun], key: str) -> float | None:
-    values = [run.summary[key] for run in runs if isinstance(run.summary.get(key), (int, float))]
-    return max(values) if len(values) > 1 else None
+def _best(values: Sequence[Any], shown: Sequence[str]) -> str | None:
+    """Return the best value as shown; None if there is nothing to compare, or if several runs show the same."""
+    known = [(value, text) for value, text in zip(values, shown, strict=True) if isinstance(value, (int, float))]
+    _, best = max(known, default=(0, ""))
+    return best if len(known) > 1 and shown.count(best) == 1 else None
 
 
 def _shown(value: Any, form: str) -> str:

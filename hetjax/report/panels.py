@@ -21,9 +21,11 @@ def counts_panel(axes: Axes, run: RecordedRun) -> None:
     """Draw the counts, stacked: the total height is the batch, and equal counts do not hide each other."""
     axes.set_title("Samples per worker (total: the batch)")
     full = np.flatnonzero(run.full_S)
-    drawn = full[thinned(len(full))]
-    counts_SxW = np.nan_to_num(run.counts_SxW[drawn])
-    edges = np.append(run.step_S[drawn[0]] - 1, run.step_S[drawn])  # the layer of step k lies left of k
+    all_SxW = np.nan_to_num(run.counts_SxW[full])
+    first_of_plan = np.flatnonzero((all_SxW[1:] != all_SxW[:-1]).any(axis=1)) + 1
+    some = thinned(len(full), first_of_plan)
+    drawn, counts_SxW = full[some], all_SxW[some]
+    edges = np.append(run.step_S[drawn], run.step_S[drawn[-1]] + 1) - 0.5  # a layer begins with its first step
     level = np.zeros(len(drawn))
     for worker in range(run.workers):
         above = level + counts_SxW[:, worker]
@@ -68,8 +70,8 @@ def efficiency_panel(axes: Axes, run: RecordedRun) -> None:
     if len(speed):
         top = max(top, float(np.quantile(speed, 0.99)))  # one outlier must not flatten the curve
     axes.set_ylim(0, 1.12 * top or 1)
-    curve(axes, step, speed, BLUE)
-    changes = run.step_S[run.changes]
+    curve(axes, step, speed, BLUE, jumps=np.flatnonzero(run.changed_S[known] > 0))
+    changes = run.step_S[run.changes] - 0.5  # between two steps, where the layers of the counts begin
     if len(changes):
         low = np.full(len(changes), 0.03)
         axes.plot(
@@ -82,26 +84,26 @@ def efficiency_panel(axes: Axes, run: RecordedRun) -> None:
             label="batch sizes changed" if run.asynchronous else "counts changed",
         )
         axes.legend(loc="lower right", bbox_to_anchor=(1, 0.06), frameon=False)
-    axes.set(xlabel="step", xlim=(run.step_S[0] - 1, run.step_S[-1]))
+    axes.set(xlabel="step", xlim=(run.step_S[0] - 0.5, run.step_S[-1] + 0.5))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def loss_panel(axes: Axes, run: RecordedRun, x_S: np.ndarray, unit: str) -> None:
-    """Draw the loss against samples or seconds, on a log scale where it falls by more than a factor of 20."""
-    axes.set_title(f"Loss against {unit}")
-    finite = np.isfinite(run.loss_S) & np.isfinite(x_S)
+def loss_panel(axes: Axes, run: RecordedRun) -> None:
+    """Draw the loss against seconds, on a log scale where it falls by more than a factor of 20."""
+    axes.set_title("Loss against seconds")
+    finite = np.isfinite(run.loss_S) & np.isfinite(run.seconds_S)
     loss = run.loss_S[finite]
     if len(loss) and loss.min() > 0 and loss.max() > 20 * loss.min():
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(THOUSANDS)
         axes.yaxis.set_minor_locator(NullLocator())
-    curve(axes, x_S[finite], loss, BLUE)
+    curve(axes, run.seconds_S[finite], loss, BLUE)
     lost = int(np.sum(~np.isfinite(run.loss_S)))
     if lost:
         message = f"{lost} steps without a finite loss"
         axes.annotate(message, (0.98, 0.95), xycoords="axes fraction", ha="right", va="top", color=DARK)
-    axes.set(xlabel=unit, ylabel="loss")
+    axes.set(xlabel="seconds", ylabel="loss")
     axes.xaxis.set_major_formatter(THOUSANDS)
     axes.xaxis.set_major_locator(MaxNLocator(6))
 
@@ -188,10 +190,10 @@ def asynchronous_panels(figure: SubFigure, run: RecordedRun) -> None:
 def batches_panel(axes: Axes, run: RecordedRun) -> None:
     """Draw the batch size of each worker; the labels show the last ones."""
     axes.set_title("Batch size per worker")
-    drawn = thinned(run.steps)
+    drawn = thinned(run.steps, run.changes)
     for worker in range(run.workers):
         batch_S = run.batches_SxW[:, worker]
-        axes.step(run.step_S[drawn], batch_S[drawn], where="post", color=worker_color(worker), linewidth=1.6)
+        axes.step(run.step_S[drawn] - 0.5, batch_S[drawn], where="post", color=worker_color(worker), linewidth=1.6)
     last_W = run.batches_SxW[-1]
     for worker in range(run.workers):
         if np.isfinite(last_W[worker]) and last_W[worker] not in last_W[:worker]:  # labels of equal sizes would overlap

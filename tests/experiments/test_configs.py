@@ -6,8 +6,9 @@ import json
 
 import numpy as np
 import pytest
-import train
-from training import configs
+
+from hetjax.cli import train
+from hetjax.cli.training import configs
 
 pytestmark = pytest.mark.slow
 
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("name", configs.names())
 def test_a_config_states_what_to_expect(name):
     docstring = ast.get_docstring(ast.parse((configs.CONFIGS / f"{name}.py").read_text()))
-    for word in ("command   ", "run time  ", "expected  ", f"python experiments/train.py --config {name}"):
+    for word in ("command   ", "run time  ", "expected  ", f"hetjax train --config {name}"):
         assert word in docstring
 
 

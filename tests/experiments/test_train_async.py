@@ -8,8 +8,8 @@ import time
 
 import numpy as np
 import pytest
-import train
 
+from hetjax.cli import train
 from hetjax.report import ReportFiles, read_run
 
 pytestmark = pytest.mark.slow

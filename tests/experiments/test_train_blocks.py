@@ -1,4 +1,4 @@
-"""train.py on blocks: cut for simulated, given or measured rates, read from a file, kept by a resumed run."""
+"""`hetjax train` on blocks: cut for simulated, given or measured rates, read from a file, kept by a resumed run."""
 
 import io
 import json
@@ -11,10 +11,10 @@ import jax
 import numpy as np
 import pytest
 import quick_compiles
-import train
 from rich.console import Console
-from training import configs, partitions, setup
 
+from hetjax.cli import train
+from hetjax.cli.training import configs, partitions, setup
 from hetjax.data import load
 from hetjax.data.source_blocks import make_blocks, read_features
 from hetjax.presets import choose

@@ -1,4 +1,4 @@
-"""Checkpoints of train.py: stopped, damaged, extended and NaN runs; nothing unpickled, nothing written elsewhere."""
+"""Checkpoints of `hetjax train`: stopped, damaged, extended and NaN runs; nothing unpickled."""
 
 import json
 import os
@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import train
 from sample_log import Numbered, check_epochs, log_samples
-from training import setup
 
 from hetjax import checkpoint, report
+from hetjax.cli import train
+from hetjax.cli.training import setup
 from hetjax.environment import PROGRAMS
 from hetjax.planning.controllers.baselines import Equal
 from hetjax.report import read_run

@@ -1,10 +1,10 @@
-"""train.py with DASO in one process; with several: tests/faults/test_train_killed.py."""
+"""`hetjax train` with DASO in one process; with several: tests/faults/test_train_killed.py."""
 
 import json
 
 import pytest
-import train
 
+from hetjax.cli import train
 from hetjax.report import read_run
 
 SAMPLES = 1438  # of digits

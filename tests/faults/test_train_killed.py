@@ -1,4 +1,4 @@
-"""experiments/train.py under the launcher: a process is killed during training, and the run continues."""
+"""`hetjax train` under the launcher: a process is killed during training, and the run continues."""
 
 import json
 import signal
@@ -6,14 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import train
 from following import Run
 
+from hetjax.cli import train
 from hetjax.report import read_run
 
 pytestmark = pytest.mark.slow
 
-TRAIN = Path(train.__file__)
+TRAIN = Path(__file__).parents[2] / "experiments" / "train.py"
 
 
 FLAGS = ["--model", "mlp", "--width", "8", "--optimizer", "sgd", "--learning-rate", "0.02"]

@@ -1,5 +1,7 @@
 """The report: figures and page of recorded runs, complete or damaged."""
 
+import base64
+import hashlib
 import json
 import re
 from itertools import combinations, pairwise
@@ -7,13 +9,14 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 from fake_run import write_fake_run
-from matplotlib.colors import to_rgb
+from matplotlib.colors import to_rgb, to_rgba
+from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from hetjax.report import report
-from hetjax.report.drawing import running_median, thinned, worker_color
-from hetjax.report.figure import draw_run
-from hetjax.report.panels import timeline_steps
+from hetjax.report.drawing import running_median, style, thinned, worker_color
+from hetjax.report.figure import draw_run, run_figure
+from hetjax.report.panels import counts_panel, efficiency_panel, timeline_steps
 from hetjax.report.run_folder import find_runs, read_run
 
 
@@ -39,8 +42,70 @@ def test_the_page_is_self_contained(two_runs):
     sources = re.findall(r'(?:src|href)="([^"]{0,30})', text)
     assert len(sources) == 3
     assert all(source.startswith("data:image/svg+xml;base64,") for source in sources)
-    assert "http" not in re.sub(r'base64,[^"]*', "", text)
+    assert "http:" not in text
+    assert "https:" not in text
     assert "<script" not in text
+
+
+def test_the_page_allows_only_its_own_style_and_images(two_runs):
+    text = two_runs[1].page.read_text()
+    (css,) = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(css.encode()).digest()).decode()
+    (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
+    allowed = dict(rule.split(" ", 1) for rule in policy.split("; "))
+    assert allowed == {
+        "default-src": "'none'",
+        "img-src": "data:",
+        "style-src": f"'sha256-{digest}'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
+    assert text.index("Content-Security-Policy") < text.index("<title>")
+    assert not re.search(r"<[^>]* (style|on\w+)=", text), "the policy blocks inline styles and handlers"
+
+
+def test_the_result_comes_first_and_the_configuration_last(two_runs):
+    folder, written = two_runs
+    text = written.page.read_text()
+    equal, balanced = (json.loads((folder / name / "summary.json").read_text()) for name in ("equal", "balanced"))
+    ratio = balanced["samples_per_s"] / equal["samples_per_s"]
+    assert f'<p class="headline">balanced is {ratio:.2g}x as fast as equal: ' in text
+    order = ["headline", "<td>samples/s</td>", "<td>strategy</td>", "The ideal is the sum", "<h2>All runs</h2>",
+             "<h2>balanced</h2>", "<h2>equal</h2>", "Differences in configuration"]  # fmt: skip
+    places = [text.index(part) for part in order]
+    assert places == sorted(places)
+
+
+def test_equal_bests_are_not_marked(tmp_path):
+    for name in ("one", "two"):
+        write_fake_run(tmp_path / name, steps=5)
+    assert "best" not in re.findall(r'class="(\w+)"', report(tmp_path).page.read_text())
+
+
+@pytest.mark.parametrize("steps", [79, 5000])
+def test_a_change_of_counts_is_drawn_where_it_was(tmp_path, steps):
+    run = read_run(write_fake_run(tmp_path, change_at=12, steps=steps))
+    figure = Figure()
+    counts, efficiency = figure.subplots(1, 2)
+    counts_panel(counts, run)
+    efficiency_panel(efficiency, run)
+    (layer,) = [patch for patch in counts.patches if patch.get_facecolor() == to_rgba(worker_color(3))]
+    heights, edges, below = layer.get_data()
+    drawn = heights - below
+    jumps = edges[1:-1][np.abs(np.diff(drawn)) > 10]
+    assert set(jumps) >= {11.5, 17.5}
+    assert all(jump % 1 == 0.5 for jump in jumps)
+    (marks,) = [line for line in efficiency.lines if line.get_marker() == "|"]
+    assert list(marks.get_xdata()) == [11.5, 17.5]
+    median = max(efficiency.lines, key=lambda line: line.get_linewidth())
+    assert {11, 12, 17, 18} <= set(median.get_xdata())
+
+
+def test_a_figure_has_one_plot_of_the_loss(two_runs):
+    run = read_run(two_runs[0] / "balanced")
+    with style():
+        titles = [axes.get_title(loc="left") for axes in run_figure(run).axes]
+    assert [title for title in titles if "Loss" in title] == ["Loss against seconds"]
 
 
 def test_the_page_shows_summaries_and_differences_in_configuration(two_runs):

@@ -1,4 +1,4 @@
-"""What train.py writes and prints: log, trackers, summary, the table of results."""
+"""What `hetjax train` writes and prints: log, trackers, summary, the table of results."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy as np
 from rich.console import Console
 from rich.logging import RichHandler
 from rich.table import Table
-from training.configs import Config
 
 from hetjax import checkpoint, processes, report
+from hetjax.cli.training.configs import Config
 from hetjax.history import History
 from hetjax.presets import Choice
 from hetjax.state import State
@@ -74,7 +74,7 @@ def summary(
     chosen: Choice,
     folder: Path,
     history: History,
-    tested: dict[str, float],
+    tested: dict[str, Any],
     state: State,
     seconds: float,
     plan_changes: int,
@@ -153,7 +153,8 @@ def show_comparison(summaries: list[tuple[str, dict[str, Any]]], folder: Path, c
     """Print the speedup, and how little the losses of the first steps differ."""
     (_, equal), (_, balanced) = summaries
     runs = [report.read_run(folder / name) for name, _ in summaries]
-    both = np.intersect1d(*(run.step_S[run.step_S <= SAME_STEPS] for run in runs))  # long histories are thinned
+    first, second = (run.step_S[run.step_S <= SAME_STEPS] for run in runs)
+    both = np.intersect1d(first, second)  # long histories are thinned
     losses = [run.loss_S[np.isin(run.step_S, both)] for run in runs]
     difference = float(np.max(np.abs(losses[0] - losses[1])))
     speedup = balanced["samples_per_s"] / equal["samples_per_s"]

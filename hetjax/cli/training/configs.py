@@ -1,4 +1,4 @@
-"""The configuration of experiments/train.py: dataclasses that tyro turns into flags, and their JSON form."""
+"""The configuration of `hetjax train`: dataclasses that tyro turns into flags, and their JSON form."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from hetjax.sync import current_name
 CONFIGS = Path(__file__).parents[1] / "configs"
 DESCRIPTION = """Train one model data-parallel on devices of unequal speed.
 
-Without flags: a CNN on digits, on 4 simulated devices of relative speeds 1, 1,
+Without flags: a CNN on digits, with equal and then with balanced counts.
 
-0.5 and 0.25, first with equal and then with balanced counts, and a comparison."""
+The 4 devices are simulated then, with the relative speeds 1, 1, 0.5 and 0.25."""
 
 
 def _shown(metavar: str) -> Any:
@@ -36,15 +36,22 @@ def _choice(names: Sequence[str]) -> Any:
     return _shown("|".join(names))
 
 
+_PRESET = tyro.conf.arg(
+    metavar="NAME",
+    help_behavior_hint="",
+    help=f"{', '.join(PRESETS)}: preset of controller, partition, sync and engine "
+    "(default: run equal, then balanced, and compare)",
+)
 Whole = Annotated[int | None, _shown("INT")]
 Number = Annotated[float | None, _shown("FLOAT")]
 File = Annotated[Path | None, _shown("PATH")]
 Text = Annotated[str | None, _shown("NAME")]
+Switch = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
 
 
 @dataclass(frozen=True)
-class Data:
-    """what to train on, and how long"""
+class DataFlags:
+    """What to train on, and how long."""
 
     dataset: Annotated[str, tyro.conf.arg(metavar="SPEC")] = "digits"
     """digits, synthetic, idx:DIR, npz:FILE, text, text:FILE or tfds:NAME"""
@@ -57,8 +64,8 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Model:
-    """the model to train"""
+class ModelFlags:
+    """The model to train."""
 
     model: Literal["mlp", "cnn", "resnet", "transformer"] = "cnn"
     """transformer needs --dataset text; only resnet has normalization layers"""
@@ -75,8 +82,8 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Optimizer:
-    """how to optimize"""
+class OptimizerFlags:
+    """How to optimize."""
 
     optimizer: Literal["adamw", "adam", "sgd", "lion"] = "adamw"
     """sgd uses momentum 0.9"""
@@ -97,8 +104,8 @@ class Optimizer:
 
 
 @dataclass(frozen=True)
-class Workers:
-    """devices and their simulated speeds"""
+class WorkerFlags:
+    """Devices and their simulated speeds."""
 
     devices: Annotated[int | str | None, _shown("N|KINDS")] = None
     """devices of this process: a number, gpu, cpu, gpu+cpu, cuda:0,2+cpu or all (default: all accelerators, else
@@ -114,11 +121,11 @@ class Workers:
 
 
 @dataclass(frozen=True)
-class Method:
-    """how the work is divided"""
+class MethodFlags:
+    """How the work is divided."""
 
-    strategy: Annotated[str | None, _choice(tuple(PRESETS))] = None
-    """preset of controller, partition, sync and engine (default: run equal, then balanced, and compare)"""
+    strategy: Annotated[str | None, _PRESET] = None
+    """preset of controller, partition, sync and engine"""
     controller: Annotated[str | None, _choice(CONTROLLERS)] = None
     """decides how many samples each worker gets"""
     partition: Annotated[str | None, _choice(PARTITIONS)] = None
@@ -129,7 +136,7 @@ class Method:
     """how a worker runs its samples (default: auto)"""
     every: Annotated[str | None, _shown("STEPS|epoch")] = None
     """how often a published controller updates the counts (default: as in its paper)"""
-    faithful: bool = False
+    faithful: Switch = False
     """use the method as published, with its biases. dp, edp, dbs, decentralized: gradient weights;
     daso: node averages, but neither local skips nor bfloat16 parameters; hogbatch family: learning rates"""
     mix_every: Whole = None
@@ -145,8 +152,8 @@ class Method:
 
 
 @dataclass(frozen=True)
-class Hierarchy:
-    """for --sync daso; with several processes, each process is a node"""
+class HierarchyFlags:
+    """For --sync daso; with several processes, each process is a node."""
 
     nodes: Annotated[str | None, _shown("N|N,N...")] = None
     """one process only: number of nodes, or number of workers of each node (default: 2)"""
@@ -159,8 +166,8 @@ class Hierarchy:
 
 
 @dataclass(frozen=True)
-class Asynchronous:
-    """for the asynchronous syncs: hogbatch, adaptive-hogbatch, adaptive-sgd"""
+class AsynchronousFlags:
+    """For the asynchronous syncs: hogbatch, adaptive-hogbatch, adaptive-sgd."""
 
     batches: Annotated[str | None, _shown("N[,N...]")] = None
     """initial batch size per worker (default: small on CPUs and large on GPUs; by speed if all are of one kind)"""
@@ -183,11 +190,11 @@ class Asynchronous:
 
 
 @dataclass(frozen=True)
-class Submodular:
-    """for --partition submodular"""
+class SubmodularFlags:
+    """For --partition submodular."""
 
     blocks: File = None
-    """file written by 'python -m hetjax partition' (default: cut blocks at the start)"""
+    """file written by 'hetjax partition' (default: cut blocks at the start)"""
     rates: Annotated[str | None, _shown("LIST")] = None
     """relative worker speeds, e.g. 4,2,1,1 (default: simulated speeds, otherwise measured)"""
     objective: Annotated[Literal["facility-location", "graph-cut"] | None, _shown("{facility-location,graph-cut}")] = (
@@ -199,8 +206,8 @@ class Submodular:
 
 
 @dataclass(frozen=True)
-class Processes:
-    """one run over several processes; set by the launcher, srun and mpirun"""
+class ProcessFlags:
+    """One run over several processes; set by the launcher, srun and mpirun."""
 
     coordinator: Annotated[str | None, _shown("HOST:PORT")] = None
     """address of process 0"""
@@ -213,16 +220,16 @@ class Processes:
     transport: Annotated[Literal["auto", "mesh", "host"] | None, _shown("{auto,mesh,host}")] = None
     """how sums travel between processes: host for any mix of devices, mesh (XLA) for one kind (default: auto)"""
     key: File = None
-    """file with the key of the fleet (python -m hetjax key FILE), which authenticates and encrypts (default: none)"""
+    """file with the key of the fleet (hetjax key FILE), which authenticates and encrypts (default: none)"""
 
 
 @dataclass(frozen=True)
-class Output:
-    """run folder, checkpoints and logs"""
+class OutputFlags:
+    """Run folder, checkpoints and logs."""
 
     out: File = None
     """run folder (default: runs/DATASET-MODEL)"""
-    resume: bool = False
+    resume: Switch = False
     """continue the run in --out from its last checkpoint; the devices may differ"""
     save_every: Number = 30.0
     """seconds between checkpoints (default: 30); Ctrl-C, SIGTERM and the end save one too"""
@@ -230,13 +237,13 @@ class Output:
     """steps between additional checkpoints (default: none)"""
     keep: int = 2
     """number of checkpoints to keep; the last intact one is resumed"""
-    tensorboard: bool = False
+    tensorboard: Switch = False
     """also write TensorBoard events (pip install 'hetjax[track]')"""
     wandb: Text = None
     """also log to this Weights & Biases project"""
     seed: int = 0
     """seed of parameters, sample order and dropout"""
-    debug: bool = False
+    debug: Switch = False
     """show the log, and tracebacks of errors"""
 
 
@@ -245,17 +252,17 @@ class Config:
     """The configuration of one run, or of a comparison of two."""
 
     config: Text = None
-    """named experiment in experiments/configs, or a Python file; flags override it"""
-    data: Data = field(default_factory=Data)
-    model: Model = field(default_factory=Model)
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    workers: Workers = field(default_factory=Workers)
-    method: Method = field(default_factory=Method)
-    hierarchy: Hierarchy = field(default_factory=Hierarchy)
-    asynchronous: Asynchronous = field(default_factory=Asynchronous)
-    submodular: Submodular = field(default_factory=Submodular)
-    processes: Processes = field(default_factory=Processes)
-    output: Output = field(default_factory=Output)
+    """named experiment, such as digits_slowdown, or a Python file; flags override it"""
+    data: DataFlags = field(default_factory=DataFlags)
+    model: ModelFlags = field(default_factory=ModelFlags)
+    optimizer: OptimizerFlags = field(default_factory=OptimizerFlags)
+    workers: WorkerFlags = field(default_factory=WorkerFlags)
+    method: MethodFlags = field(default_factory=MethodFlags)
+    hierarchy: HierarchyFlags = field(default_factory=HierarchyFlags)
+    asynchronous: AsynchronousFlags = field(default_factory=AsynchronousFlags)
+    submodular: SubmodularFlags = field(default_factory=SubmodularFlags)
+    processes: ProcessFlags = field(default_factory=ProcessFlags)
+    output: OutputFlags = field(default_factory=OutputFlags)
 
     @property
     def compares(self) -> bool:
@@ -337,7 +344,7 @@ def _kinds(kind: Any) -> list[str]:
 
 def check_same_run(saved: Config, now: Config, folder: Path) -> None:
     """Check that a resumed run is the same training; devices, length and strategy may change."""
-    fixed = [f.name for part in (Data, Model, Optimizer) for f in dataclasses.fields(part)] + ["seed"]
+    fixed = [f.name for part in (DataFlags, ModelFlags, OptimizerFlags) for f in dataclasses.fields(part)] + ["seed"]
     before, after = saved.flat(), now.flat()
     for name in fixed:
         if name not in ("epochs", "steps", "on_nonfinite", "max_skips") and before[name] != after[name]:
@@ -361,7 +368,7 @@ def named(name: str) -> Config:
         message = error.msg if isinstance(error, SyntaxError) else error
         raise ValueError(f"{path}, line {line}: {type(error).__name__}: {message}. Correct this file.") from error
     if not isinstance(found, Config):
-        raise ValueError(f"{path} defines no CONFIG = Config(...): see experiments/configs for examples.")
+        raise ValueError(f"{path} defines no CONFIG = Config(...): see hetjax/cli/configs for examples.")
     try:
         check_types(found)
     except ValueError as error:
@@ -370,15 +377,15 @@ def named(name: str) -> Config:
 
 
 def names() -> list[str]:
-    """Return the names of the experiments in experiments/configs."""
-    return sorted(path.stem for path in CONFIGS.glob("*.py"))
+    """Return the names of the experiments in hetjax/cli/configs."""
+    return sorted(path.stem for path in CONFIGS.glob("[!_]*.py"))
 
 
 def parse(arguments: Sequence[str], default: Config) -> Config:
     """Parse flags over a default configuration; exits on --help and on a syntax error."""
     plain = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
     return tyro.cli(
-        Config, prog="train.py", description=DESCRIPTION, args=list(arguments), default=default, config=plain
+        Config, prog="hetjax train", description=DESCRIPTION, args=list(arguments), default=default, config=plain
     )
 
 

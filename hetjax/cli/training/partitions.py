@@ -10,9 +10,9 @@ import jax
 import numpy as np
 import optax
 from rich.console import Console
-from training.configs import Config
-from training.setup import numbers, workers_by_process
 
+from hetjax.cli.training.configs import Config
+from hetjax.cli.training.setup import numbers, workers_by_process
 from hetjax.data.source_blocks import (
     check_same_data,
     fingerprint,
@@ -69,8 +69,8 @@ def partition_of(
     if chosen.partition != "submodular":
         return chosen.partition
     flags, workers = config.submodular, sum(workers_by_process(devices))
-    if flags.blocks is not None:
-        given = shared_blocks(lambda: from_file(flags.blocks, task))
+    if (path := flags.blocks) is not None:
+        given = shared_blocks(lambda: from_file(path, task))
         kept = kept_entries(given.workers, workers)
         if len(kept) == given.workers:
             return given

@@ -1,4 +1,4 @@
-"""Build from the flags of train.py: devices and their speeds, task, optimizer, strategy."""
+"""Build from the flags of `hetjax train`: devices and their speeds, task, optimizer, strategy."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from training.configs import Config
 
 from hetjax import processes
 from hetjax.arguments import MOST_SAMPLES, MOST_SEED, number, whole
+from hetjax.cli.training.configs import Config
 from hetjax.devices.chosen import chosen_devices
 from hetjax.devices.fake import devices_from_environment
 from hetjax.environment import DEVICES, PROCESSES
@@ -21,6 +21,7 @@ from hetjax.presets import Choice
 from hetjax.simulation.speeds import Simulation, Trace, constant, of_survivors
 from hetjax.simulation.traces import read_trace
 from hetjax.sync import Sync
+from hetjax.sync.hogbatch.family import Asynchronous
 from hetjax.zoo.tasks import Task, make_task
 
 DEFAULT_EPOCHS = 24
@@ -113,15 +114,15 @@ def check_flags(config: Config) -> None:
     ):
         if value is not None:
             whole(flag, value, least, most)
-    for flag, value, limit in (
+    for flag, amount, limit in (
         ("--learning-rate", optimizer.learning_rate, {"least": 0}),
         ("--weight-decay", optimizer.weight_decay, {"least": 0}),
         ("--clip", optimizer.clip, {"above": 0}),
         ("--ema", optimizer.ema, {"least": 0}),
         ("--dropout", config.model.dropout, {"least": 0}),
     ):
-        if value is not None:
-            number(flag, value, **limit)
+        if amount is not None:
+            number(flag, amount, **limit)
     if config.folder.exists() and not config.folder.is_dir():
         raise ValueError(f"--out is {config.folder}, which is a file: expected a folder, or the name of a new one.")
 
@@ -177,7 +178,7 @@ def rate_factor(config: Config, steps: int) -> Callable[[float], float] | None:
 
 def scheduled_sync(config: Config, chosen: Choice, steps: int) -> Sync:
     """Return the sync, with the schedule set if it counts updates, not steps."""
-    if not chosen.sync.stepped:
+    if isinstance(chosen.sync, Asynchronous):
         chosen.sync.schedule = rate_factor(config, steps)
     return chosen.sync
 

@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from training import output, partitions
-from training.configs import Config
-
 from hetjax import checkpoint, processes
+from hetjax.cli.training import output, partitions
+from hetjax.cli.training.configs import Config
 from hetjax.sampling.blocks import Blocks
 
 CHECKPOINTS = "checkpoints"

@@ -3,11 +3,11 @@
 The paper trains CIFAR-10 for 200 epochs with plain SGD (learning rate 0.8, divided by 10 twice); 24 epochs of digits
 use momentum and a cosine schedule instead.
 
-command   python experiments/train.py --config digits_rcd_sgd
+command   hetjax train --config digits_rcd_sgd
 run time  20 s on two cores
 expected  blocks of 523, 523, 261 and 131 samples; efficiency 67%, test accuracy 0.978
 """
 
-from training.configs import Config, Method, Optimizer
+from hetjax.cli.training.configs import Config, MethodFlags, OptimizerFlags
 
-CONFIG = Config(method=Method(strategy="rcd-sgd"), optimizer=Optimizer(optimizer="sgd", learning_rate=0.1))
+CONFIG = Config(method=MethodFlags(strategy="rcd-sgd"), optimizer=OptimizerFlags(optimizer="sgd", learning_rate=0.1))

@@ -1,0 +1,153 @@
+"""Make the animated pictures of the documentation from real runs, docs/throttled.gif and docs/lost.gif.
+
+    python docs/pictures.py            # about three minutes on two cores
+
+throttled.gif  one process, four simulated devices, `hetjax train --config digits_slowdown`: worker 1 slows down at step
+               60, worker 3 speeds up at step 120
+lost.gif       three processes under `hetjax launch --restart --elastic`; the second is killed with SIGKILL
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from matplotlib.animation import FuncAnimation, PillowWriter
+from matplotlib.figure import Figure
+
+from hetjax.report import read_run
+from hetjax.report.drawing import BLUE, DARK, style, worker_color
+
+DOCS = Path(__file__).parent
+HETJAX = [sys.executable, "-m", "hetjax"]
+LIMIT = 600.0  # seconds for one run
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a picture shows: the steps of a run, and what is said from which step on."""
+
+    counts_SxW: np.ndarray  # zero: this worker is not there
+    samples_per_s: np.ndarray
+    captions: dict[int, str]  # by index of the first step
+
+
+def throttled(folder: Path) -> Scene:
+    """Train with worker speeds that change during the run."""
+    subprocess.run([*HETJAX, "train", "--config", "digits_slowdown", "--out", folder], check=True, timeout=LIMIT)
+    run = read_run(folder)
+    full = run.full_S  # without the short last step of an epoch
+    first = lambda step: int(np.searchsorted(run.step_S[full], step))
+    captions = {
+        0: "four workers of speed 1, 1, 0.5 and 0.25",
+        first(60): "step 60: worker 1 is throttled to 0.4",
+        first(120): "step 120: worker 3 speeds up to 1",
+    }
+    return Scene(np.nan_to_num(run.counts_SxW[full]), run.samples_per_s_S[full], captions)
+
+
+def lost(folder: Path) -> Scene:
+    """Train in three processes, kill the second, and let the launcher go on with the others."""
+    command = [*HETJAX, "launch", "--processes", "3", "--restart", "1", "--elastic", "--"]
+    command += ["hetjax", "train", "--model", "mlp", "--strategy", "balanced", "--speeds", "1,0.7,0.5"]
+    command += ["--steps", "120", "--row-time", "0.5", "--save-steps", "10", "--out", str(folder)]
+    launcher = subprocess.Popen(command)
+    try:
+        _wait_for(lambda: _steps(folder) >= 45, launcher)
+        os.kill(_child(launcher.pid, process=1), signal.SIGKILL)
+        before = read_run(folder)  # later lines replace those after the last checkpoint
+        _wait_for(lambda: launcher.poll() is not None, launcher)
+    finally:
+        launcher.terminate()
+        launcher.wait(30)
+    after = read_run(folder)
+    assert launcher.returncode == 0, "the run did not finish"
+    fewer = np.isnan(after.counts_SxW[:, 2])  # the steps of two workers
+    resumed, at = int(after.step_S[fewer][0]), before.step_S[-1]
+    old, new = before.full_S, after.full_S & fewer
+    survivors_SxW = np.zeros((int(new.sum()), 3))
+    survivors_SxW[:, [0, 2]] = after.counts_SxW[new, :2]
+    captions = {
+        0: "three processes, speeds 1, 0.7, 0.5",
+        int(old.sum()): f"process 1 was killed at step {at}: the others go on from the checkpoint of {resumed - 1}",
+    }
+    return Scene(
+        np.vstack([np.nan_to_num(before.counts_SxW[old]), survivors_SxW]),
+        np.append(before.samples_per_s_S[old], after.samples_per_s_S[new]),
+        captions,
+    )
+
+
+def _steps(folder: Path) -> int:
+    try:
+        return read_run(folder).steps
+    except FileNotFoundError:
+        return 0
+
+
+def _child(launcher: int, process: int) -> int:
+    """The process id of one of the launcher's processes."""
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(status.read_text().rpartition(")")[2].split()[1])
+            variables = (status.parent / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if parent == launcher and f"HETJAX_PROCESS={process}".encode() in variables:
+            return int(status.parent.name)
+    raise RuntimeError(f"The launcher has no process {process}.")
+
+
+def _wait_for(condition: Callable[[], bool], launcher: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + LIMIT
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError(f"The run did not come so far within {LIMIT:.0f} s.")
+        time.sleep(0.2)
+        if launcher.poll() not in (None, 0):
+            raise RuntimeError(f"The run ended with exit code {launcher.returncode}.")
+
+
+def animate(scene: Scene, path: Path, frames: int = 60) -> None:
+    """Draw a bar of samples for every worker, and samples/s below, frame by frame."""
+    workers = scene.counts_SxW.shape[1]
+    speed = np.convolve(np.pad(scene.samples_per_s, 2, mode="edge"), np.full(5, 0.2), mode="valid")
+    with style():
+        figure = Figure(figsize=(7.2, 4.0), layout="constrained")
+        bars, curve = figure.subplots(2, 1, height_ratios=[3, 2])
+        rects = bars.barh(range(workers), np.zeros(workers), color=[worker_color(w) for w in range(workers)])
+        labels = [bars.text(0, w, "", va="center", fontweight="bold", color=DARK) for w in range(workers)]
+        bars.set(xlim=(0, 1.15 * scene.counts_SxW.max()), ylim=(workers - 0.5, -0.5), xlabel="samples in this step")
+        bars.set_yticks(range(workers), [f"worker {w}" for w in range(workers)])
+        (line,) = curve.plot([], [], color=BLUE, linewidth=1.8)
+        curve.set(xlim=(0, len(speed)), ylim=(0, 1.15 * speed.max()), xlabel="steps done", ylabel="samples/s")
+        title = figure.suptitle(" ", x=0.01, ha="left", fontsize=11, fontweight="bold")
+
+        def draw(index: int) -> list[object]:
+            for rect, label, count in zip(rects, labels, scene.counts_SxW[index], strict=True):
+                rect.set_width(count)
+                label.set_text(f" {count:.0f}" if count else " lost")
+                label.set_x(count)
+            line.set_data(range(index + 1), speed[: index + 1])
+            title.set_text(scene.captions[max(k for k in scene.captions if k <= index)])
+            return [*rects, *labels, line, title]
+
+        shown = np.unique(np.linspace(0, len(speed) - 1, frames).astype(int))
+        FuncAnimation(figure, draw, frames=shown.tolist(), blit=False).save(path, PillowWriter(fps=6), dpi=100)
+    size = path.stat().st_size
+    print(f"{path}: {size:,} bytes")
+    assert size < 2**20, "too large for a page"
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as temporary:
+        for make in (throttled, lost):
+            animate(make(Path(temporary) / make.__name__), DOCS / f"{make.__name__}.gif")

@@ -1,0 +1,1 @@
+"""Runs of `hetjax train`: flags, what they build, what a run writes."""
