@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hetjax.history import History, Record
     from hetjax.nonfinite import NonFiniteError
     from hetjax.planning.allocation import solve
+    from hetjax.profiling import Profile
     from hetjax.reduce.trainable import unfrozen
     from hetjax.reduce.update import running_average
     from hetjax.report.hooks import Progress
@@ -41,6 +42,7 @@ _HOME = {
     "Masked": "hetjax.engines",
     "Metric": "hetjax.adapters.contract",
     "NonFiniteError": "hetjax.nonfinite",
+    "Profile": "hetjax.profiling",
     "Progress": "hetjax.report.hooks",
     "Record": "hetjax.history",
     "Simulation": "hetjax.simulation.speeds",
@@ -72,6 +74,7 @@ __all__ = [
     "Masked",
     "Metric",
     "NonFiniteError",
+    "Profile",
     "Progress",
     "Record",
     "Simulation",

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from hetjax import profiling
 from hetjax.data.batches import FeedBatch, HostBatch, check_rows, matching, sample_of
 from hetjax.data.prefetch import Rows
 from hetjax.devices.workers import Workers
@@ -99,16 +100,18 @@ class Pipeline:
     def submit(self, batch: HostBatch, span: Span, plan: Plan) -> Finished | None:
         """Pack this process's rows of a batch and push their step. A failed push abandons the running step."""
         engine = self.sessions[span.bucket].engine
-        work_W, packed = engine.limits().work(plan.counts_W), self.pack(batch, span, plan)
-        try:
-            return self.push(PlannedStep(self.next, span, plan, work_W), packed)
-        except BaseException:
-            self.abandon()
-            raise
+        with profiling.step(self.next):
+            work_W, packed = engine.limits().work(plan.counts_W), self.pack(batch, span, plan)
+            try:
+                return self.push(PlannedStep(self.next, span, plan, work_W), packed)
+            except BaseException:
+                self.abandon()
+                raise
 
     def pack(self, batch: HostBatch, span: Span, plan: Plan) -> Any:
         """Lay this process's rows of a batch out for the engine."""
-        return packed_rows(self.sessions[span.bucket].engine, batch, span, plan, self.seed)
+        with profiling.phase("pack"):
+            return packed_rows(self.sessions[span.bucket].engine, batch, span, plan, self.seed)
 
     def push(self, step: PlannedStep, packed: Any) -> Finished | None:
         """Start a step and return the previous one with its report; None where there is none."""
@@ -132,10 +135,12 @@ class Pipeline:
         if self._running is None:
             return
         running, self._running = self._running, None
-        results = self.sessions[running.step.span.bucket].clocks.wait(running.futures)
+        with profiling.phase("wait"):
+            results = self.sessions[running.step.span.bucket].clocks.wait(running.futures)
         parts_w, slots_w = [result.parts for result in results], self._slots(running, results)
-        self.core, tail = self.reduce(self.core, parts_w, slots_w, running.step)
-        self.replicas = self.reduce.replicas(self.core, tail)
+        with profiling.phase("reduce"):
+            self.core, tail = self.reduce(self.core, parts_w, slots_w, running.step)
+            self.replicas = self.reduce.replicas(self.core, tail)
         self._summed, self.made = (running.step, tail), self.made + 1
         now, before = time.perf_counter(), self._ended
         self._seconds = None if before is None or not running.timed or self._compiling else now - before
@@ -218,7 +223,8 @@ class Pipeline:
         if self._summed is None:
             return None
         (step, tail), self._summed = self._summed, None
-        report = self.reduce.read(tail)
+        with profiling.phase("report"):
+            report = self.reduce.read(tail)
         if (report.checksums_W != step.plan.checksum).any():
             odd = np.flatnonzero(report.checksums_W != step.plan.checksum).tolist()
             raise Disagreement(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from hetjax import presets, processes
+from hetjax import presets, processes, profiling
 from hetjax.adapters import nnx_optimizer
 from hetjax.adapters.probe import sample_size
 from hetjax.arguments import MOST_SAMPLES, MOST_SEED, check_function, number, whole
@@ -39,6 +40,7 @@ from hetjax.state import LiveState, State, checked
 from hetjax.sync import Sync
 from hetjax.sync.base import SyncContext
 
+log = logging.getLogger("hetjax")
 Tree = Any
 AnyState = State | LiveState
 
@@ -157,6 +159,7 @@ class Step:
         self.batch_size = whole("batch_size", batch_size, 1, MOST_SAMPLES)
         self.seed = whole("seed", seed, 0, MOST_SEED)
         self.workers = self.sync.workers(devices)
+        log.info("JAX %s, backend %s.", jax.__version__, self.workers.backend)
         if memory is not None:
             self.workers = self.workers.with_memory(per_worker("memory", memory, 1, self.workers, _MOST_MEMORY))
         self.clip_norm = None if clip_norm is None else number("clip_norm", clip_norm, above=0)
@@ -396,7 +399,8 @@ class Step:
             limits = replace(limits, minimum_W=np.zeros_like(limits.minimum_W))
         if self.bench is not None:
             limits = self.bench.limits(batch, limits)
-        plan = self.controller.plan(batch, limits, epoch)
+        with profiling.phase("plan"):
+            plan = self.controller.plan(batch, limits, epoch)
         limits.check_counts(plan.counts_W, batch, f"The controller {self.controller.name!r}")
         return plan if self.bench is None else self.bench.planned(plan)
 

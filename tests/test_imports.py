@@ -15,7 +15,7 @@ PACKAGE = Path(hetjax.__file__).parent
 # From the bottom up: a part imports from itself and from earlier rows only.
 ORDER = [
     {"arguments", "environment", "plain_state", "processes", "thinning"},
-    {"planning", "devices", "interrupt", "state"},
+    {"planning", "devices", "interrupt", "profiling", "state"},
     {"sampling"},
     {"reduce", "report"},
     {"fleet"},

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 
+from hetjax.adapters.nnx_versions import promote_dtype
 from hetjax.adapters.sync_axis import SyncAxis
 
 SAMPLES, GROUPS = "hetjax_samples", "hetjax_groups"  # names of the vmapped axes
@@ -78,20 +79,21 @@ def batch_statistics(
             one = jnp.mean(values, axis=axes), jnp.ones((), x.dtype)
         else:
             one = jnp.sum(values, axis=axes, where=where), jnp.sum(where, axis=axes, dtype=x.dtype)
-        total, count = _group_sum(jax.tree.map(lambda part: jnp.where(valid, part, 0), one), group, sync)
+        # One sum per array: before JAX 0.8 a psum of several cannot be transposed if only some have a gradient.
+        total, count = (_group_sum(jnp.where(valid, part, 0), group, sync) for part in one)
         return total / jnp.maximum(count, 1)
 
     center = mean(x)
     return center, mean(jnp.square(x - jnp.expand_dims(center, axes)))
 
 
-def _group_sum(parts: Any, group: int, sync: str) -> Any:
+def _group_sum(part: jax.Array, group: int, sync: str) -> jax.Array:
     """Sum over the examples of a group, or with sync='exact' over those of all workers."""
     samples = jax.lax.axis_size(SAMPLES)
     if sync == "exact":
-        return SyncAxis.current().sum(jax.lax.psum(jax.lax.psum(parts, SAMPLES), GROUPS))
+        return SyncAxis.current().sum(jax.lax.psum(jax.lax.psum(part, SAMPLES), GROUPS))
     if samples == group:
-        return jax.lax.psum(parts, SAMPLES)
+        return jax.lax.psum(part, SAMPLES)
     if samples % group:
         raise ValueError(
             f"A BatchNorm layer has groups of {group} samples, but the batch is cut into blocks of {samples}, which do "
@@ -99,8 +101,8 @@ def _group_sum(parts: Any, group: int, sync: str) -> Any:
             "the layer."
         )
     own = jax.lax.axis_index(SAMPLES) // group
-    part = lambda x_S: x_S.reshape(samples // group, group, *x_S.shape[1:]).sum(1)[own]
-    return jax.tree.map(part, jax.lax.all_gather(parts, SAMPLES))
+    part_S = jax.lax.all_gather(part, SAMPLES)
+    return part_S.reshape(samples // group, group, *part.shape).sum(1)[own]
 
 
 def check_options(sync: str, group: int, axis_index_groups: Any) -> None:
@@ -212,8 +214,8 @@ class BatchNorm(nnx.BatchNorm):
             )
         average = self.use_running_average if use_running_average is None else use_running_average
         value = lambda variable: None if variable is None else variable[...]
-        x, mean, var, scale, bias = self.promote_dtype(
-            (x, self.mean[...], self.var[...], value(self.scale), value(self.bias)), dtype=self.dtype
+        x, mean, var, scale, bias = promote_dtype(
+            self, (x, self.mean[...], self.var[...], value(self.scale), value(self.bias))
         )
         if not average:
             mean, var = batch_statistics(x, axes, self.group, self.sync, mask)

@@ -12,6 +12,7 @@ import jax
 from flax import linen, nnx
 
 from hetjax.adapters.batch_norm import BatchNorm, LinenBatchNorm, apply_linen, check_options, trains
+from hetjax.adapters.nnx_versions import iter_modules
 
 Path = tuple[Any, ...]
 
@@ -38,7 +39,7 @@ def convert_batch_norm(model: nnx.Module, group: int = 16, sync: str = "groups")
     """
     check_options(sync, group, None)
     converted = nnx.clone(model)
-    for _, layer in nnx.iter_modules(converted):
+    for _, layer in iter_modules(converted):
         if type(layer) is nnx.BatchNorm:  # a subclass may compute something else
             check_options(sync, group, layer.axis_index_groups)
             # The attributes are the same. A new object would have to replace this one in every list that holds it.
@@ -51,7 +52,7 @@ def convert_batch_norm(model: nnx.Module, group: int = 16, sync: str = "groups")
 def nnx_layers(model: nnx.Module) -> tuple[list[int], dict[Path, float]]:
     """Return group sizes and momenta of BatchNorm layers in training mode, or raise ValueError for one of Flax."""
     groups, momenta = [], {}
-    for path, layer in nnx.iter_modules(model):
+    for path, layer in iter_modules(model):
         if getattr(layer, "use_running_average", False):
             continue
         if isinstance(layer, BatchNorm):

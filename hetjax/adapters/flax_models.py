@@ -17,6 +17,7 @@ from hetjax.adapters.contract import Example, as_example
 from hetjax.adapters.frozen import frozen
 from hetjax.adapters.loss_arguments import AskedLoss, Loss, chosen_loss
 from hetjax.adapters.nnx_optimizer import own_copy, write_optimizer
+from hetjax.adapters.nnx_versions import iter_modules, value_of
 from hetjax.arguments import whole
 from hetjax.reduce.trainable import unfrozen
 from hetjax.reduce.update import StateSums
@@ -348,14 +349,14 @@ def _all_arrays(wrt: Any) -> Callable[..., bool]:
     def keep(path: Any, variable: Any) -> bool:
         if isinstance(variable, nnx.BatchStat | nnx.RngState):
             return False
-        return isinstance(variable.get_value(), jax.Array) or to_train(path, variable)
+        return isinstance(value_of(variable), jax.Array) or to_train(path, variable)
 
     return keep
 
 
 def _fixed_stats(model: nnx.Module) -> Callable[..., bool]:
     """A filter of the variables of BatchNorm layers that use their running averages in training."""
-    fixed = {path for path, module in nnx.iter_modules(model) if getattr(module, "use_running_average", False)}
+    fixed = {path for path, module in iter_modules(model) if getattr(module, "use_running_average", False)}
     return lambda path, variable: tuple(path[:-1]) in fixed
 
 

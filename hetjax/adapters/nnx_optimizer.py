@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 
 from hetjax.adapters.frozen import frozen
+from hetjax.adapters.nnx_versions import set_value, value_of
 from hetjax.state import State
 
 Tree = Any
@@ -32,15 +33,15 @@ def continued(optimizer: Any, opt_state: Tree) -> Tree:
     """The state of an `nnx.Optimizer` that has made steps, in the tree of a fresh `opt_state`."""
     if not isinstance(optimizer, nnx.Optimizer) or int(optimizer.step[...]) == 0:
         return opt_state
-    values = [slot.get_value() for slot in _slots(optimizer, opt_state)]
+    values = [value_of(slot) for slot in _slots(optimizer, opt_state)]
     return jax.tree.unflatten(jax.tree.structure(opt_state), values)
 
 
 def write_optimizer(optimizer: nnx.Optimizer, state: State) -> None:
     """Write the optimizer state of training into an `nnx.Optimizer`, in place."""
     for slot, value in zip(_slots(optimizer, state.opt_state), jax.tree.leaves(state.opt_state), strict=True):
-        slot.set_value(own_copy(value))
-    optimizer.step.set_value(jnp.asarray(state.step, jnp.uint32))
+        set_value(slot, own_copy(value))
+    set_value(optimizer.step, jnp.asarray(state.step, jnp.uint32))
 
 
 def own_copy(x: Any) -> jax.Array:
@@ -52,7 +53,7 @@ def _slots(optimizer: nnx.Optimizer, opt_state: Tree) -> list[nnx.Variable]:
     """The variables of the optimizer, in the order of the leaves of `opt_state`."""
     slots = jax.tree.leaves(optimizer.opt_state, is_leaf=lambda node: isinstance(node, nnx.Variable))
     shape = lambda values: [(jnp.shape(value), jnp.result_type(value)) for value in values]
-    if shape(slot.get_value() for slot in slots) != shape(jax.tree.leaves(opt_state)):
+    if shape(map(value_of, slots)) != shape(jax.tree.leaves(opt_state)):
         raise ValueError(
             "The state of the nnx.Optimizer does not fit the parameters that are trained. Make both for the same model "
             "and with the same filter: nnx.Optimizer(model, tx, wrt=...) and from_nnx(model, example_loss, wrt=...)."

@@ -53,9 +53,8 @@ def check(devices: str | int | None, console: Console) -> None:
     Raises:
         AssertionError: one step of the fleet differs from the same step on one device.
     """
-    chosen = chosen_devices(devices)
     task = make_task("digits", "cnn", dropout=0.0)
-    with _log_to(console), _trainer(task, chosen, optax.sgd(0.1)) as trainer:
+    with _log_to(console), _trainer(task, chosen_devices(devices), optax.sgd(0.1)) as trainer:
         workers = trainer.workers
         state = trainer.init(task.model.params)
         state, _ = trainer.fit(state, task.train, steps=1)

@@ -36,10 +36,12 @@ from hetjax.launch import heartbeat
 from hetjax.launch.heartbeat import Heartbeat
 from hetjax.nonfinite import NonFiniteError
 from hetjax.presets import Choice, choose
+from hetjax.profiling import Profile
 from hetjax.simulation.speeds import Simulation
 from hetjax.state import State
 from hetjax.trainer import Trainer
 
+PROFILE = "profile"  # folder of the trace in a run folder
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 PER_PROCESS_FLAGS = ("devices", "capacity", "out", "tensorboard", "wandb")  # flags that may differ between processes
 
@@ -215,7 +217,7 @@ def train(
         row_time = lambda: trainer.simulation and trainer.simulation.row_time
         start = "" if state.step == 0 else f" (resuming after step {state.step})"
         workers = sum(setup.workers_by_process(devices))
-        console.print(f"{name}: {workers} workers, compiling{start}", highlight=False)
+        console.print(f"{name}: {workers} workers on {trainer.workers.backend}, compiling{start}", highlight=False)
         tracker = output.trackers(config, name, folder, state.step)
         follow = report.Follow(tracker, **totals)
         saver = checkpoint.Saver(
@@ -234,6 +236,8 @@ def train(
         takeover = Takeover(config, folder, replaces, partition)
         hooks: list[Any] = [takeover, follow, saver, interrupt]
         hooks += [report.Progress(name, console=console), *([] if heart is None else [heart])]
+        if config.output.profile is not None:
+            hooks.append(Profile(folder / PROFILE, config.output.profile))
         history = History(engine=chosen.engine.name, workers=workers)
         with output.log_file(folder, "a" if state.step else "w"), saver:
             if remaining(state) > 0:

@@ -11,6 +11,7 @@ from jax.extend.backend import backends
 from hetjax import processes
 from hetjax.devices import fake
 from hetjax.devices.choice import ALL, CPU, Selection, parse
+from hetjax.devices.unused import warn_of_unused
 from hetjax.environment import PROCESSES
 
 
@@ -79,6 +80,7 @@ def _usual(count: int | None, default: int) -> list[jax.Device]:
     found = jax.local_devices()
     on_cpu = found[0].platform == CPU
     if on_cpu:
+        warn_of_unused()
         fake.check_number(count or len(found))
     if count is not None and count > len(found):
         hint = f" ({fake.why_no_more()})" if on_cpu else ""

@@ -16,7 +16,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from hetjax import processes
 from hetjax.devices import memory
+from hetjax.devices.choice import CPU
 from hetjax.devices.chosen import chosen_devices, own_devices_or_problem, raise_problems
+from hetjax.devices.unused import warn_of_unused
 from hetjax.environment import DEVICES
 
 Tree = Any
@@ -169,6 +171,12 @@ class Workers:
         """Kinds of devices, in order of first appearance."""
         return tuple(dict.fromkeys(member.kind for member in self.members))
 
+    @property
+    def backend(self) -> str:
+        """What the workers run on, such as 'gpu (Tesla T4) and cpu'."""
+        split = (kind.partition(":") for kind in self.kinds)
+        return " and ".join(name if model in (name, "") else f"{name} ({model})" for name, _, model in split)
+
     @cached_property
     def own_kinds(self) -> tuple[str, ...]:
         """Kinds of this process's devices."""
@@ -236,6 +244,8 @@ def _checked(devices: Sequence[jax.Device] | None) -> tuple[jax.Device, ...]:
             "such as 'gpu+cpu'."
         )
     chosen = tuple(sorted(jax.devices(), key=_by_process) if devices is None else devices)
+    if devices is None and chosen[0].platform == CPU:
+        warn_of_unused()
     if invalid := [device for device in chosen if not isinstance(device, jax.Device)]:
         raise TypeError(f"devices holds {invalid[0]!r}: expected JAX's devices, such as jax.devices()[:2].")
     if len(set(chosen)) != len(chosen):

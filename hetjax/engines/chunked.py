@@ -30,7 +30,7 @@ from hetjax.devices import memory
 from hetjax.devices.compile import compile_for, expected
 from hetjax.devices.workers import Workers, device_kind
 from hetjax.engines.base import Program
-from hetjax.engines.clocks import Clocks, LocalResult
+from hetjax.engines.clocks import Began, Clocks, LocalResult, queues
 from hetjax.engines.ladder import Ladder
 from hetjax.planning.ladder_costs import PriceList, common_rungs, geometric_rungs
 from hetjax.planning.limits import Limits
@@ -51,7 +51,7 @@ class Chunk:
 
     rung: int
     rows: Tree
-    ctl: np.ndarray
+    ctl: Any
 
 
 class ChunkedEngine:
@@ -245,8 +245,8 @@ class ChunkedEngine:
         for rung in self._stairs_W[worker].chunks(count):
             ctl = control(min(rung, count - done), seed=seed, epoch=epoch, position=start + done)
             block = rows.block(start + done, rung)
-            if device.platform != "cpu":  # CPU programs read host memory directly; others get it ahead of time
-                block = jax.device_put(block, device)
+            if queues(device):  # CPU programs read host memory directly; others get it ahead of time
+                block, ctl = jax.device_put((block, ctl), device)
             chunks.append(Chunk(rung, block, ctl))
             done += rung
         return chunks
@@ -263,29 +263,29 @@ class ChunkedEngine:
 
     def phase(self, k: int, chunks: list[Chunk], leaves: list[jax.Array], ready: jax.Array) -> LocalResult:
         """Run the local phase of local worker k on the calling thread, with parameters on its device."""
-        ready.block_until_ready()
         worker, fitting = self.workers.local[k], chunks
         while True:
             fitting = self._refit(worker, fitting)
             try:
-                result = self._attempt(k, fitting, leaves)
+                result = self._attempt(k, fitting, leaves, ready)
                 return result if fitting is chunks else replace(result, as_planned=False)
             except Exception as error:
                 if not chunks or not memory.out_of_memory(error):
                     raise
                 self._lower(worker, max(chunk.rung for chunk in fitting), error)
 
-    def _attempt(self, k: int, chunks: list[Chunk], leaves: list[jax.Array]) -> LocalResult:
+    def _attempt(self, k: int, chunks: list[Chunk], leaves: list[jax.Array], ready: jax.Array) -> LocalResult:
         device = self.devices[k]
         programs = self.ladders[device_kind(device)].programs
-        began = time.perf_counter()
+        began = Began(ready, queues(device))
         parts: Parts | None = None
         for chunk in chunks:
             more = programs[chunk.rung][device](leaves, chunk.rows, chunk.ctl)
             parts = more if parts is None else self._add[device](parts, more)
+            began.dispatched()
         if parts is None:
             parts = self._zeros[device]()
-        return self.clocks.finish(k, sum(chunk.rung for chunk in chunks), began, parts)
+        return self.clocks.finish(k, sum(chunk.rung for chunk in chunks), began.time(), parts)
 
     # -- out of memory --
 
@@ -317,8 +317,9 @@ class ChunkedEngine:
             return chunks
         fitting = []
         for chunk in chunks:
-            count, seed, epoch, start = (int(chunk.ctl[i]) for i in (COUNT, SEED, EPOCH, POSITION))
-            fitting += self.chunks(Rows(jax.device_get(chunk.rows), start), epoch, worker, start, count, seed)
+            rows, ctl = jax.device_get((chunk.rows, chunk.ctl))
+            count, seed, epoch, start = (int(ctl[i]) for i in (COUNT, SEED, EPOCH, POSITION))
+            fitting += self.chunks(Rows(rows, start), epoch, worker, start, count, seed)
         return fitting
 
     def close(self) -> None:

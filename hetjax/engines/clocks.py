@@ -2,6 +2,10 @@
 
     local time = ready(sums) - ready(previous update on that device)
 
+An accelerator's programs are queued behind its update without waiting for it, so between the sums of a step and the
+local phases of the next the device does not wait for the host a second time. CPU programs wait first: a call on a busy
+CPU device would block unnoticed.
+
 There is no collective in between, so it measures the worker's own speed, never the wait for a straggler. Programs are
 compiled ahead of time, so compile time cannot enter. Waiting for the sums is safe because the reduce does not donate
 them.
@@ -14,13 +18,48 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
+from hetjax import profiling
 from hetjax.devices.workers import Workers
 from hetjax.reduce.layout import Parts
 
 Hold = Callable[[int, float, float], None]  # (worker, rows, start time): returns when the phase may end
+
+
+def queues(device: jax.Device) -> bool:
+    """Whether programs for a device are queued ahead, with their inputs sent to it before."""
+    return device.platform != "cpu"
+
+
+class Began:
+    """When a local phase begins: at its first dispatch, or when its parameters are ready if that is later.
+
+    Args:
+        ready: Is ready when the worker's parameters are.
+        queued: Whether programs are queued behind it; otherwise this waits for it now.
+    """
+
+    def __init__(self, ready: Any, queued: bool):
+        self._ready = ready
+        if not queued:
+            ready.block_until_ready()
+        self._pending = queued and not ready.is_ready()
+        self._began = time.perf_counter()
+
+    def dispatched(self) -> None:
+        """Look, after a dispatch, whether the parameters have become ready."""
+        if self._pending and self._ready.is_ready():
+            self._pending, self._began = False, time.perf_counter()
+
+    def time(self) -> float:
+        """Wait until the phase has begun, and return when that was."""
+        if self._pending:
+            self._ready.block_until_ready()
+            self._pending, self._began = False, time.perf_counter()
+        return self._began
 
 
 def no_hold(worker: int, rows: float, began: float) -> None:
@@ -60,7 +99,10 @@ class Clocks:
 
     def start(self, phases: Sequence[Callable[[], LocalResult]]) -> list[Future[LocalResult]]:
         """Start the local phases of this process's workers."""
-        return [self._pool.submit(phase) for phase in phases]
+        return [
+            self._pool.submit(_annotated, worker, phase)
+            for worker, phase in zip(self.workers.local, phases, strict=True)
+        ]
 
     def finish(self, k: int, rows: int, began: float, parts: Parts) -> LocalResult:
         """Finish a phase of local worker k: wait for its sums, then for its simulated duration if any."""
@@ -86,3 +128,8 @@ class Clocks:
     def close(self) -> None:
         """Stop the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _annotated(worker: int, phase: Callable[[], LocalResult]) -> LocalResult:
+    with profiling.phase("local", worker=worker):
+        return phase()

@@ -35,7 +35,7 @@ from hetjax.devices import memory
 from hetjax.devices.compile import compile_over, expected
 from hetjax.devices.workers import AXIS, Workers
 from hetjax.engines.base import Program
-from hetjax.engines.clocks import Clocks, LocalResult
+from hetjax.engines.clocks import Began, Clocks, LocalResult, queues
 from hetjax.planning.limits import Limits
 from hetjax.reduce.base import Replicas
 from hetjax.reduce.layout import Parts
@@ -125,8 +125,8 @@ class Spmd:
 
     def start(self, replicas: Replicas, packed: tuple[list[int], Tree, jax.Array]) -> list[Future[LocalResult]]:
         counts, rows, ctl = packed
-        jax.block_until_ready(replicas.ready_w)  # a call on busy CPU devices would block unnoticed
-        phase = _Phase(self, (*replicas.on_mesh(), rows, ctl))
+        began_w = [Began(ready, queues(self.workers.own[0])) for ready in replicas.ready_w]
+        phase = _Phase(self, (*replicas.on_mesh(), rows, ctl), began_w)
         return self.clocks.start([partial(phase.finish, k, count) for k, count in enumerate(counts)])
 
     def dispatch(self, arguments: tuple) -> list[Parts]:
@@ -220,8 +220,8 @@ class LoopedEngine(Spmd):
 class _Phase:
     """The local phases of one step: dispatched as one program, and again where a worker runs out of memory."""
 
-    def __init__(self, engine: Spmd, arguments: tuple):
-        self.engine, self.arguments = engine, arguments
+    def __init__(self, engine: Spmd, arguments: tuple, began_w: list[Began]):
+        self.engine, self.arguments, self.began_w = engine, arguments, began_w
         self.attempts, self._lock = 0, threading.Lock()
         self._dispatch()
 
@@ -241,6 +241,7 @@ class _Phase:
             with self._lock:
                 attempt, began, sums, rows = self.attempts, self.began, self.sums_w[k], self.engine.rows_of(k, count)
             try:
+                began = max(began, self.began_w[k].time())
                 result = self.engine.clocks.finish(k, rows, began, sums)
                 return result if attempt == 1 else replace(result, as_planned=False)
             except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import warnings
 from collections.abc import Mapping
@@ -47,7 +48,7 @@ def find_process(
             return ProcessInfo()
         process = cluster.get_process_id() if process is None else process
         if coordinator is None:
-            coordinator = cluster.get_coordinator_address(60, environment.get("JAX_COORDINATOR_PORT"))
+            coordinator = _coordinator_of(cluster, environment.get("JAX_COORDINATOR_PORT"))
     if coordinator is None and processes is None and process is None:
         return ProcessInfo()
     missing = [
@@ -94,6 +95,14 @@ def detected_cluster(environment: Mapping[str, str]) -> Any:
     return None
 
 
+def _coordinator_of(cluster: Any, port: str | None) -> str:
+    """HOST:PORT of process 0; JAX 0.7 has no argument for the port."""
+    if "override_coordinator_port" in inspect.signature(cluster.get_coordinator_address).parameters:
+        return cluster.get_coordinator_address(60, override_coordinator_port=port)
+    address = cluster.get_coordinator_address(60)
+    return address if port is None else f"{address.rpartition(':')[0]}:{port}"
+
+
 class _OpenMpi5:
     """Open MPI 5 and later, which JAX does not detect: it does not provide the address of process 0."""
 
@@ -108,7 +117,7 @@ class _OpenMpi5:
         return int(os.environ["OMPI_COMM_WORLD_RANK"])
 
     @staticmethod
-    def get_coordinator_address(timeout: int, port: str | None) -> str:
+    def get_coordinator_address(timeout: int) -> str:
         raise ValueError(
             "This version of Open MPI does not provide the address of process 0: pass it to all processes, "
             "`mpirun -x HETJAX_COORDINATOR=HOST:PORT ...` or --coordinator HOST:PORT."

@@ -13,6 +13,7 @@ from itertools import pairwise
 import jax
 from flax import nnx
 
+from hetjax.adapters.nnx_versions import List
 from hetjax.zoo.layers import ComputeDtype, Dropout, GroupNorm, at_least_float32, max_pool
 
 
@@ -31,7 +32,7 @@ class MLP(nnx.Module):
     ):
         self.axes = len(input_shape)
         sizes = [math.prod(input_shape), *hidden]
-        self.layers = nnx.List([nnx.Linear(a, b, dtype=dtype, rngs=rngs) for a, b in pairwise(sizes)])
+        self.layers = List([nnx.Linear(a, b, dtype=dtype, rngs=rngs) for a, b in pairwise(sizes)])
         self.dropout = Dropout(dropout)
         self.head = nnx.Linear(sizes[-1], classes, dtype=dtype, rngs=rngs)
 
@@ -67,7 +68,7 @@ class CNN(nnx.Module):
                 f"at least {shrink}x{shrink} pixels, fewer widths, or the mlp."
             )
         sizes = [channels, *widths]
-        self.convs = nnx.List([nnx.Conv(a, b, (3, 3), dtype=dtype, rngs=rngs) for a, b in pairwise(sizes)])
+        self.convs = List([nnx.Conv(a, b, (3, 3), dtype=dtype, rngs=rngs) for a, b in pairwise(sizes)])
         self.dense = nnx.Linear((height // shrink) * (width // shrink) * sizes[-1], hidden, dtype=dtype, rngs=rngs)
         self.dropout = Dropout(dropout)
         self.head = nnx.Linear(hidden, classes, dtype=dtype, rngs=rngs)
@@ -137,7 +138,7 @@ class ResNet(nnx.Module):
                 stride = 2 if stage > 0 and block == 0 else 1
                 stages.append(ResidualBlock(features, width * 2**stage, stride, norm, dtype, rngs))
                 features = width * 2**stage
-        self.blocks = nnx.List(stages)
+        self.blocks = List(stages)
         self.head = nnx.Linear(features, classes, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array, *, rngs: nnx.Rngs | None = None) -> jax.Array:

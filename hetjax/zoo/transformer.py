@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from hetjax.adapters.nnx_versions import List
 from hetjax.zoo.layers import ComputeDtype, Dropout, at_least_float32
 
 
@@ -70,7 +71,7 @@ class Transformer(nnx.Module):
         self.embedding = nnx.Param(small(rngs.params(), (vocab, width), jnp.float32))
         self.position = nnx.Param(small(rngs.params(), (window, width), jnp.float32))
         self.dropout = Dropout(dropout)
-        self.blocks = nnx.List([TransformerBlock(width, heads, dropout, dtype, rngs) for _ in range(depth)])
+        self.blocks = List([TransformerBlock(width, heads, dropout, dtype, rngs) for _ in range(depth)])
         self.norm = nnx.LayerNorm(width, dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens_T: jax.Array, *, rngs: nnx.Rngs | None = None) -> jax.Array:

@@ -79,6 +79,15 @@ def test_without_a_strategy_equal_and_balanced_are_compared(tmp_path, capsys):
     assert "as fast as equal, and the same training" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.slow
+def test_a_profile_holds_the_phases_by_name(tmp_path, no_figures):
+    flags = [*TINY, "--steps", "14", "--strategy", "equal", "--profile", "2", "--out", str(tmp_path)]
+    assert train.main(flags) == 0
+    (trace,) = (tmp_path / "profile").rglob("*.xplane.pb")
+    assert all(f"hetjax.{name}".encode() in trace.read_bytes() for name in ("step", "local", "reduce", "report"))
+    assert "profile" not in json.loads((tmp_path / "config.json").read_text())  # a resumed run has none
+
+
 def losses(folder):
     return read_run(folder).loss_S
 

@@ -241,6 +241,8 @@ class OutputFlags:
     """also write TensorBoard events (pip install 'hetjax[track]')"""
     wandb: Text = None
     """also log to this Weights & Biases project"""
+    profile: Whole = None
+    """write a profiler trace of this many steps, after a warm-up, to the run folder (default: none)"""
     seed: int = 0
     """seed of parameters, sample order and dropout"""
     debug: Switch = False
@@ -281,7 +283,17 @@ class Config:
         groups = (getattr(self, group.name) for group in _groups())
         values = {name: value for group in groups for name, value in dataclasses.asdict(group).items()}
         values["config"] = self.config
-        for name in ("resume", "debug", "coordinator", "processes", "process", "start_limit", "transport", "key"):
+        for name in (
+            "resume",
+            "debug",
+            "profile",
+            "coordinator",
+            "processes",
+            "process",
+            "start_limit",
+            "transport",
+            "key",
+        ):
             del values[name]
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 

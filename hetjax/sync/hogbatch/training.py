@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from hetjax import profiling
 from hetjax.data.prefetch import BlockFeed
 from hetjax.engines.chunked import ChunkedEngine
 from hetjax.engines.clocks import LocalResult
@@ -170,7 +171,8 @@ class Training:
         item.started = self.coordinator.clock()
         chunks = self.engine.chunks(rows, span.epoch, item.worker, span.start, span.count, self.job.order.seed)
         leaves = self.method.read(item) if leaves is None else leaves
-        return self.engine.phase(item.worker, chunks, leaves, leaves[-1])
+        with profiling.phase("local", worker=item.worker):
+            return self.engine.phase(item.worker, chunks, leaves, leaves[-1])
 
 
 def _sentence(error: BaseException) -> str:
