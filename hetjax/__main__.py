@@ -1,4 +1,4 @@
-"""The command line of the package: python -m hetjax check | report | launch | key | partition."""
+"""The command line of the package: python -m hetjax check | compile | report | launch | key | partition."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hetjax.launch.options import Options, split_program
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "check": commands.check,
+    "compile": commands.compile,
     "report": commands.report,
     "launch": commands.launch,
     "key": commands.key,
