@@ -86,7 +86,7 @@ def compile_for(
     began = _clocks()
     lowered = lower(lead)
     program, blob = _compile_or_load(lowered, [lead])
-    _record(name or fn.__name__, lowered, program, began)
+    _record(name or getattr(fn, "__name__", ""), lowered, program, began)
     if target_of(lead) is not None:
         return [program] * len(devices)
     if blob is not None:
@@ -105,7 +105,7 @@ def compile_over(
     began = _clocks()
     lowered = _lower(fn, args, donate)
     program, _ = _compile_or_load(lowered, devices, (*shardings, *(device.id for device in devices)))
-    _record(name or fn.__name__, lowered, program, began)
+    _record(name or getattr(fn, "__name__", ""), lowered, program, began)
     return program
 
 
