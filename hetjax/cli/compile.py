@@ -152,9 +152,9 @@ def _most_rows(engine: Engine, room: int) -> int | None:
     if not isinstance(engine, ChunkedEngine):
         return None
     (ladder,) = engine.ladders.values()
-    need = {rung: memory.needed(next(iter(programs.values()))) for rung, programs in ladder.programs.items()}
+    need = {rung: memory.needed(next(iter(programs.values()))) or 0 for rung, programs in ladder.programs.items()}
     low, high = min(need), max(need)
-    if low == high or None in need.values() or need[high] <= need[low]:
+    if need[high] <= need[low]:  # one rung, or unknown
         return None
     per_row = (need[high] - need[low]) / (high - low)
     return max(0, int(low + (room - need[low]) / per_row))

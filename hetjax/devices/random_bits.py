@@ -1,8 +1,9 @@
-"""The random bits of a program, kept apart from what uses them, so that the compiler of a TPU is quick; the same bits.
+"""The random bits of a program, kept apart from what uses them: a TPU's compiler is quick then, and the bits the same.
 
-JAX's default generator, threefry, has 20 rounds. On TPU JAX unrolls them, and XLA fuses them into every use of the bits,
-forward and backward: a transformer of one layer took 151 CPU seconds to compile for a v5e with dropout, 38 without. With
-a barrier behind the generator the bits are computed once and stored. On CPU JAX uses loops, on CUDA a kernel of its own.
+JAX's default generator, threefry, has 20 rounds. On TPU JAX unrolls them, and XLA fuses them into every use of the
+bits, forward and backward: a transformer of one layer took 151 CPU seconds to compile for a v5e with dropout, and 38
+without. With a barrier behind the generator the bits are computed once and stored. On CPU JAX uses loops, on CUDA a
+kernel of its own.
 
 The lowering is registered once, for TPU, and applies only while hetjax lowers a program. It takes private names of JAX,
 which no other file does for this purpose; where they are missing, programs are lowered as JAX does.

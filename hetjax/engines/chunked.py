@@ -123,8 +123,8 @@ class ChunkedEngine:
                   if worker.kind == kind]  # fmt: skip
         share = -(-int(self.capacity_W.max()) // len(self.workers))
         share = -(-share // self.quantum) * self.quantum  # every worker gets this before the first timing
-        if not on_cpu(kind):  # the largest that fits is compiled first, and two smaller ones later
-            return geometric_rungs(min(share, max(limits)), self.quantum, ratio=4.0, span=share)
+        if not on_cpu(kind):  # the ladder chooses two of them
+            return geometric_rungs(min(share, max(limits)), self.quantum, ratio=2.0, span=share)
         if several:
             top = min(max(limits), max(2 * share, _SMALLEST))
             return geometric_rungs(top, self.quantum, ratio=2**0.5, span=max(1, top // _SMALLEST))

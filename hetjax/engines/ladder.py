@@ -24,7 +24,7 @@ _CHUNK_COST_IN_ROWS = 0.25  # if rows are the price, an additional chunk costs t
 _AROUND = (0.9, 0.95, 1.0, 1.05, 1.1)  # a further rung is evaluated at these multiples of the counts
 _WORTH_COMPILING = 0.01  # a further rung has to save one percent of the work
 _SETTLED = 8  # steps with unchanged counts before a rung is added for them; they are timed, so plans may change
-_FEW = 3  # rungs of a complete ladder where compiling is slow
+_APART = 8  # factor between the two rungs of a complete ladder where compiling is slow
 
 
 class Ladder:
@@ -32,7 +32,7 @@ class Ladder:
 
     `wanted` holds the rungs of a complete ladder. Training starts with four of them, a factor of four apart; others are
     added between steps if they are predicted to save work at the current counts. Where compiling is slow, as it is for
-    accelerators, training starts with the largest that fits, and the ladder is complete with three.
+    accelerators, training starts with the largest that fits, and the ladder is complete with one more.
 
     Args:
         chunk: The function to compile.
@@ -42,7 +42,7 @@ class Ladder:
         wanted: The rungs of a complete ladder.
         complete: Whether to compile the complete ladder now.
         priced_by_rows: Whether prices are rows instead of measured seconds.
-        slow_compiler: Whether to make do with few rungs.
+        slow_compiler: Whether to make do with two rungs.
     """
 
     def __init__(
@@ -66,7 +66,9 @@ class Ladder:
         self.patience = 1 if slow_compiler else _SETTLED
         if slow_compiler:
             self._build({self.wanted[-1]})
-            self.first, self.wanted = set(self.programs), self.wanted[-_FEW:]
+            (largest,) = self.programs
+            self.first = {largest}
+            self.wanted = sorted({largest, _nearest(self.wanted, largest / _APART)})
         else:
             self.first = {_nearest(self.wanted, self.wanted[-1] / f) for f in (1, 4, 16, 64)}
         self._build(set(self.wanted) if complete else self.first)
