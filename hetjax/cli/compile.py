@@ -134,7 +134,7 @@ def maker(config: str, batch: int) -> Make:
 
 
 def _small_model(model: str, batch: int, devices: Sequence[Any], engine: EngineSpec) -> tuple[Step, State, Any]:
-    options = {"transformer": {"dropout": 0.1}, "cnn": {"dropout": 0.2}}.get(model, {})
+    options: dict[str, Any] = {"transformer": {"dropout": 0.1}, "cnn": {"dropout": 0.2}}.get(model, {})
     task = make_task(CONFIGS[model], model, augment="shift" if model in ("cnn", "resnet") else "none", **options)
     step = Step(task.model, optax.adamw(1e-3), batch_size=batch, devices=devices, engine=engine)
     state = step.init(task.model.params, task.model.model_state)

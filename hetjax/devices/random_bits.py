@@ -16,6 +16,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import jax
@@ -41,9 +42,9 @@ def _register() -> None:
         from jax._src.interpreters import mlir
 
         try:
-            from jax._src.random import threefry2x32 as jax_threefry
-        except ImportError:  # before jax 0.10
-            from jax._src import prng as jax_threefry  # type: ignore[no-redef]
+            jax_threefry = import_module("jax._src.random.threefry2x32")
+        except ImportError:  # older versions of JAX
+            jax_threefry = import_module("jax._src.prng")
         primitive, of_jax = jax_threefry.threefry2x32_p, jax_threefry._threefry2x32_lowering_rule
         unrolled = functools.partial(jax_threefry._threefry2x32_lowering, use_rolled_loops=False)
         apart = mlir.lower_fun(lambda *args: jax.lax.optimization_barrier(unrolled(*args)), multiple_results=True)
