@@ -16,6 +16,7 @@ from hetjax.launch.options import Options, split_program
 COMMANDS: dict[str, Callable[..., Any]] = {
     "train": commands.train,
     "check": commands.check,
+    "compile": commands.compile,
     "report": commands.report,
     "launch": commands.launch,
     "key": commands.key,

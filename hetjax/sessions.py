@@ -12,6 +12,7 @@ import numpy as np
 from hetjax import presets, processes
 from hetjax.adapters.probe import check_model_state, probe_indices, warn_of_idle_workers
 from hetjax.data.batches import is_like
+from hetjax.devices.targets import target_of
 from hetjax.devices.workers import Workers
 from hetjax.engines import Engine, EngineSpec
 from hetjax.engines.clocks import Hold, no_hold
@@ -214,7 +215,9 @@ class Sessions:
         if state.model_state is not None:
             chosen = probe_indices(len(jax.tree.leaves(sample)[0]), self.quantum)
             rows = jax.tree.map(lambda x: x[chosen], sample)
-            check_model_state(self.loss_fn, self.advance, state, rows, self.workers.own[0])
+            own = self.workers.own[0]
+            device = own if target_of(own) is None else jax.local_devices()[0]
+            check_model_state(self.loss_fn, self.advance, state, rows, device)
 
 
 def _reopen(sessions: dict[str, Session], keys: Sequence[str], open_one: Callable[[int], Session]) -> list[Session]:

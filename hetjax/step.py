@@ -27,6 +27,7 @@ from hetjax.nonfinite import NonFiniteError, NonFinitePolicy
 from hetjax.pipeline import Finished, Pipeline, Requests
 from hetjax.planning.bench import Bench
 from hetjax.planning.controllers.base import Controller, Observation, Plan
+from hetjax.reduce.base import Reduce
 from hetjax.reduce.layout import MANY, Value
 from hetjax.reduce.optimizer import check_optimizer, check_params, init_optimizer
 from hetjax.reduce.trainable import trainable
@@ -271,14 +272,11 @@ class Step:
         Raises:
             ValueError: if there are no batches.
         """
-        core = self.sync.answer(self._read(state)).evaluated
+        state = self._read(state)
 
         def open_pipeline(batch: HostBatch) -> Pipeline:
             shapes = samples or self.sessions.like(sample_of(batch))
-            sessions = self.sessions.for_evaluation(State(*core, None, None), shapes)
-            options = replace(self.options, update="auto")
-            reduce, placed = make_reduce(options, self.workers, sessions[0].layout, None, core)
-            return Pipeline(sessions, reduce, placed, seed=self.seed)
+            return Pipeline(*self.compile_evaluation(state, shapes), seed=self.seed)
 
         return mean_over(batches, open_pipeline, self.limit, self._shares_W)
 
@@ -359,17 +357,9 @@ class Step:
         state = checked(state)
         if self.workers.several_processes or self.sync.by_node:
             presets.check_alike(self, state)
-        samples = [sample, *further]
-        sessions = self.sessions.for_training(state, samples, self.sync, self.controller, batches=batches)
-        epoch_size = epoch_size or self.epoch_size
-        if end is None and epoch_size is not None and self.epochs is not None:
-            end = epoch_size * self.epochs
-        capacity = int(sessions[0].engine.limits().capacity_W.sum())
-        setting = SyncContext(
-            self.workers, sessions[0].layout, self.rule(state), self._reduce_options(sessions[0]), self.batch_size,
-            self.seed, capacity, epoch_size, end,
-        )  # fmt: skip
-        reduce, core = self.sync.open(setting, state)
+        sessions, reduce, core = self.compile_training(
+            state, [sample, *further], batches, epoch_size or self.epoch_size, end
+        )
         self._open_bench(getattr(reduce, "may_sit_out", False))
         self._pipeline = pipeline = Pipeline(
             sessions, reduce, core, seed=self.seed, made=state.step, requests=self.requests, simulation=self.simulation,
@@ -379,6 +369,47 @@ class Step:
             calibrate(self.simulation, sessions[0], pipeline.replicas, Rows(sample, 0), self.limit, self.seed)
         self._log, self._first, self._left = RunLog(), state.step, {}
         return LiveState(pipeline, state.step, state.cursor)
+
+    def compile_training(
+        self, state: State, samples: Sequence[Tree], batches: Sequence[int] | None = None,
+        epoch_size: int | None = None, end: int | None = None,
+    ) -> tuple[list[Session], Reduce, Any]:  # fmt: skip
+        """Compile what training uses, without running it: the devices may be targets (`hetjax.devices.targets`).
+
+        Args:
+            state: the state to start from.
+            samples: a sample of every shape of rows, the longest first.
+            batches: maximum samples of a step of each shape. Default: `batch_size`.
+            epoch_size: samples in an epoch, if known.
+            end: cursor at which training will end, if known.
+
+        Returns:
+            A session for each shape, the reduce, and the state on the devices.
+        """
+        sessions = self.sessions.for_training(state, samples, self.sync, self.controller, batches=batches)
+        if end is None and epoch_size is not None and self.epochs is not None:
+            end = epoch_size * self.epochs
+        capacity = int(sessions[0].engine.limits().capacity_W.sum())
+        setting = SyncContext(
+            self.workers, sessions[0].layout, self.rule(state), self._reduce_options(sessions[0]), self.batch_size,
+            self.seed, capacity, epoch_size, end,
+        )  # fmt: skip
+        return sessions, *self.sync.open(setting, state)
+
+    def compile_evaluation(self, state: State, samples: Sequence[Tree]) -> tuple[list[Session], Reduce, Any]:
+        """Compile what `evaluate` uses, without running it; see `compile_training`.
+
+        Args:
+            state: the state to evaluate.
+            samples: a sample of every shape of rows.
+
+        Returns:
+            A session for each shape, the reduce, and what is evaluated on the devices.
+        """
+        core = self.sync.answer(state).evaluated
+        sessions = self.sessions.for_evaluation(State(*core, None, None), samples)
+        options = replace(self.options, update="auto")
+        return sessions, *make_reduce(options, self.workers, sessions[0].layout, None, core)
 
     def plan(self, batch: int, epoch: int = 0, bucket: int = 0) -> Plan:
         """Ask the controller for the counts of the next step; once per step, in order.

@@ -34,7 +34,7 @@ ORDER = [
     {"__main__"},
 ]
 HEIGHT = {room: height for height, row in enumerate(ORDER) for room in row}
-KNOW_JAX_PROCESSES = ("devices/workers.py", "devices/chosen.py", "devices/fake.py", "fleet/")
+KNOW_JAX_PROCESSES = ("devices/workers.py", "devices/chosen.py", "devices/fake.py", "devices/targets.py", "fleet/")
 WITHOUT_JAX = ("planning", "sampling", "launch", "arguments", "environment", "plain_state", "thinning", "report")
 ONLY_FOR_COMMANDS = {"report", "zoo", "cli", "launch"}  # imported by commands and experiments, not by the library
 COMMANDS = {"cli", "__main__"} | ONLY_FOR_COMMANDS

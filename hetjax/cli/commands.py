@@ -29,6 +29,31 @@ def check(devices: Annotated[str | None, optional("N|KINDS")] = None) -> None:
     main(devices)
 
 
+def compile(
+    target: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TARGET [TARGET ...]")],
+    config: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME [NAME ...]")] = ("cnn",),
+    engine: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME [NAME ...]")] = ("looped", "chunked", "masked"),
+    batch_size: Annotated[int, tyro.conf.arg(metavar="INT")] = 128,
+    max_programs: Annotated[int | None, optional("INT")] = None,
+) -> None:
+    """Compile the programs of a run for accelerators that are not there: time, memory, reused buffers, slow operations.
+
+    Fails if a program does not fit or a donated buffer is not reused. Needs the compilers: pip install
+    'hetjax[cuda,tpu]'. That a program compiles proves neither its speed nor its results.
+
+    Args:
+        target: T4, A100, H100, v4, v5e, v6e, a TPU also with a topology, such as v5e:2x4; or a .toml file
+        config: mlp, cnn, resnet or transformer; or FILE.py:FUNCTION, where FUNCTION(devices, engine) returns a
+            hetjax.Step, its first state and a batch
+        engine: looped, chunked, masked (default: all of them)
+        batch_size: samples of a step of the small models
+        max_programs: fail if training with one engine takes more programs (default: no limit)
+    """
+    from hetjax.cli.compile import main
+
+    main(target, config, engine, batch_size, max_programs)
+
+
 def key(file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]) -> None:
     """Make a key: only processes that have it join a run; messages are encrypted.
 

@@ -19,9 +19,11 @@ import logging
 import os
 import platform
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +34,47 @@ from jax.sharding import SingleDeviceSharding
 
 from hetjax import environment
 from hetjax.devices.program_store import ProgramStore
+from hetjax.devices.random_bits import quick_to_compile
+from hetjax.devices.targets import target_of
 
 log = logging.getLogger("hetjax")
 
 _HELD_BY_PROCESS = ("callback", "CustomSPMDPartitioning")  # custom calls into Python objects of this process
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
-_thread = threading.local()  # .expected: compiles of this thread are warm-up; .hits: its hits in JAX's cache
+# .expected: compiles of this thread are warm-up; .hits: its hits in JAX's cache; .record: its programs
+_thread = threading.local()
 _count = 0
 _listening = False
 _lock = threading.Lock()
 
 
-def compile_for(fn: Callable, args: tuple, devices: Sequence[jax.Device], donate: tuple[int, ...] = ()) -> list[Any]:
-    """Compile `fn` for arguments shaped like `args`: one program per device. All devices must be of one kind."""
+@dataclass(frozen=True)
+class Compiled:
+    """A program that was compiled while `recorded()`.
+
+    Attributes:
+        name: what it computes.
+        program: the compiled program.
+        donated: number of donated buffers.
+        seconds: for tracing, lowering and compiling it.
+        cpu_seconds: the same in CPU time of this process, which other processes disturb less.
+    """
+
+    name: str
+    program: Any
+    donated: int
+    seconds: float
+    cpu_seconds: float
+
+
+def compile_for(
+    fn: Callable, args: tuple, devices: Sequence[jax.Device], donate: tuple[int, ...] = (), name: str = ""
+) -> list[Any]:
+    """Compile `fn` for arguments shaped like `args`: one program per device. All devices must be of one kind.
+
+    For targets, which cannot run it, all get the same program. `name`: of what is computed, for the record.
+    """
     lead, *others = devices
 
     def lower(device: jax.Device) -> Any:
@@ -54,8 +83,12 @@ def compile_for(fn: Callable, args: tuple, devices: Sequence[jax.Device], donate
         with jax.default_device(device):  # for programs without arguments
             return _lower(fn, spec, donate)
 
+    began = _clocks()
     lowered = lower(lead)
     program, blob = _compile_or_load(lowered, [lead])
+    _record(name or getattr(fn, "__name__", ""), lowered, program, began)
+    if target_of(lead) is not None:
+        return [program] * len(devices)
     if blob is not None:
         try:
             return [program, *(_load(blob, lowered, [device]) for device in others)]
@@ -64,10 +97,26 @@ def compile_for(fn: Callable, args: tuple, devices: Sequence[jax.Device], donate
     return [program, *(lower(device).compile() for device in others)]
 
 
-def compile_over(fn: Callable, args: tuple, devices: Sequence[jax.Device], donate: tuple[int, ...] = ()) -> Any:
+def compile_over(
+    fn: Callable, args: tuple, devices: Sequence[jax.Device], donate: tuple[int, ...] = (), name: str = ""
+) -> Any:
     """Compile `fn` as one program over all `devices`, which hold `args` (arrays or their shapes)."""
     shardings = [str(getattr(x, "sharding", None)) for x in jax.tree.leaves(args)]
-    return _compile_or_load(_lower(fn, args, donate), devices, (*shardings, *(device.id for device in devices)))[0]
+    began = _clocks()
+    lowered = _lower(fn, args, donate)
+    program, _ = _compile_or_load(lowered, devices, (*shardings, *(device.id for device in devices)))
+    _record(name or getattr(fn, "__name__", ""), lowered, program, began)
+    return program
+
+
+@contextmanager
+def recorded() -> Iterator[list[Compiled]]:
+    """Collect the programs that this thread compiles inside the block, in their order."""
+    before, _thread.record = getattr(_thread, "record", None), []
+    try:
+        yield _thread.record
+    finally:
+        _thread.record = before
 
 
 def compiles() -> int:
@@ -90,6 +139,18 @@ def expected() -> Iterator[None]:
 # -- compile or load --
 
 
+def _clocks() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+def _record(name: str, lowered: Any, program: Any, began: tuple[float, float]) -> None:
+    """Add a program to this thread's record, if it keeps one."""
+    if (record := getattr(_thread, "record", None)) is not None:
+        donated = sum(info.donated for info in jax.tree.leaves(lowered.args_info))
+        seconds, cpu_seconds = (now - then for now, then in zip(_clocks(), began, strict=True))
+        record.append(Compiled(name, program, donated, seconds, cpu_seconds))
+
+
 def _lower(fn: Callable, args: tuple, donate: tuple[int, ...]) -> Any:
     """Lower a fresh wrapper of `fn`: a hit in JAX's in-memory cache would hide where the program came from.
 
@@ -100,7 +161,8 @@ def _lower(fn: Callable, args: tuple, donate: tuple[int, ...]) -> Any:
     def fresh(*args: Any) -> Any:
         return fn(*args)
 
-    return jax.jit(fresh, donate_argnums=donate, keep_unused=True).lower(*args)
+    with quick_to_compile():
+        return jax.jit(fresh, donate_argnums=donate, keep_unused=True).lower(*args)
 
 
 def _compile_or_load(
@@ -110,6 +172,8 @@ def _compile_or_load(
 
     `layout`: what the program depends on besides the kind of its devices; empty if any device of the kind will do.
     """
+    if target_of(devices[0]) is not None:  # it cannot be loaded here
+        return lowered.compile(), None
     store, key = _store(os.environ.get(environment.PROGRAMS)), ""
     if store is not None:
         try:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from hetjax import processes
+from hetjax.devices.targets import target_of
 
 if TYPE_CHECKING:
     from hetjax.devices.workers import Workers
@@ -26,6 +27,8 @@ def available(device: jax.Device, sharing: int | None = None) -> int | None:
         device: The worker's device.
         sharing: Number of CPU devices that share the host. Default: all local ones.
     """
+    if (target := target_of(device)) is not None:
+        return int(target.memory * SAFE_SHARE)
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return int(stats["bytes_limit"] * SAFE_SHARE)

@@ -18,6 +18,7 @@ from hetjax import processes
 from hetjax.devices import memory
 from hetjax.devices.choice import CPU
 from hetjax.devices.chosen import chosen_devices, own_devices_or_problem, raise_problems
+from hetjax.devices.targets import target_of
 from hetjax.devices.unused import warn_of_unused
 from hetjax.environment import DEVICES
 
@@ -32,7 +33,14 @@ def device_kind(device: jax.Device) -> str:
     A second client of a platform, which has its own arrays and programs, makes a kind of its own.
     """
     kind = f"{device.platform}:{device.device_kind}"
+    if target_of(device) is not None:
+        return kind
     return kind if device.client is jax.local_devices(backend=device.platform)[0].client else f"{kind}@2"
+
+
+def on_cpu(kind: str) -> bool:
+    """Whether devices of this kind are CPU devices."""
+    return kind.partition(":")[0] == "cpu"
 
 
 @dataclass(frozen=True)
@@ -201,7 +209,10 @@ class Workers:
         return NamedSharding(self.mesh, PartitionSpec())
 
     def replicate(self, tree: Tree) -> Tree:
-        """Replicate a tree of arrays, identical in every process, on all workers."""
+        """Replicate a tree of arrays, identical in every process, on all workers; for targets only its shapes."""
+        if target_of(self.own[0]) is not None:
+            shape = lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype))
+            return jax.tree.map(lambda x: shape(x).update(sharding=self.replicated), tree)
         if self.spanning is None:
             return jax.device_put(tree, self.replicated)
 

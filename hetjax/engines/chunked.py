@@ -28,7 +28,7 @@ from hetjax.adapters.contract import COUNT, EPOCH, POSITION, SEED, control
 from hetjax.data.prefetch import Rows
 from hetjax.devices import memory
 from hetjax.devices.compile import compile_for, expected
-from hetjax.devices.workers import Workers, device_kind
+from hetjax.devices.workers import Workers, device_kind, on_cpu
 from hetjax.engines.base import Program
 from hetjax.engines.clocks import Began, Clocks, LocalResult, queues
 from hetjax.engines.ladder import Ladder
@@ -42,7 +42,6 @@ log = logging.getLogger("hetjax")
 Tree = Any
 
 _SMALLEST = 4  # rows of the smallest rung with several processes: the granularity of counts
-_SETTLED = 8  # steps with unchanged counts before the ladder grows for them; they are timed, so plans may change
 
 
 @dataclass(frozen=True)
@@ -91,8 +90,10 @@ class ChunkedEngine:
             else:
                 with expected():
                     sums = jax.eval_shape(program.zeros)
-                    self._zeros.update(zip(devices, compile_for(program.zeros, (), devices), strict=True))
-                    self._add.update(zip(devices, compile_for(_add, (sums, sums), devices, donate=(0,)), strict=True))
+                    zeros = compile_for(program.zeros, (), devices, name="no samples")
+                    add = compile_for(_add, (sums, sums), devices, donate=(0,), name="add two microbatches")
+                    self._zeros.update(zip(devices, zeros, strict=True))
+                    self._add.update(zip(devices, add, strict=True))
             self.ladders[kind] = Ladder(
                 _chunk_of(program.for_kinds([kind])),
                 self._arguments,
@@ -101,6 +102,7 @@ class ChunkedEngine:
                 rungs or self._candidates(kind, several),
                 complete=complete or rungs is not None or several,
                 priced_by_rows=priced_by_rows,
+                slow_compiler=rungs is None and not on_cpu(kind),
             )
         self._remote = self._price(processes.gather if several else lambda value: [value])
         self._background = ThreadPoolExecutor(1, thread_name_prefix="hetjax-ladder")
@@ -113,6 +115,7 @@ class ChunkedEngine:
     def _candidates(self, kind: str, several: bool) -> list[int]:
         """Rungs at every worker's limit, at the equal share, and in a geometric series below the largest.
 
+        Compilers for accelerators are slow: there, an equal share and fractions of it.
         With several processes the whole ladder is compiled before the first step, so it is coarse: up to twice an equal
         share, with small rungs to cover the counts in between.
         """
@@ -120,6 +123,8 @@ class ChunkedEngine:
                   if worker.kind == kind]  # fmt: skip
         share = -(-int(self.capacity_W.max()) // len(self.workers))
         share = -(-share // self.quantum) * self.quantum  # every worker gets this before the first timing
+        if not on_cpu(kind):  # the ladder chooses two of them
+            return geometric_rungs(min(share, max(limits)), self.quantum, ratio=2.0, span=share)
         if several:
             top = min(max(limits), max(2 * share, _SMALLEST))
             return geometric_rungs(top, self.quantum, ratio=2**0.5, span=max(1, top // _SMALLEST))
@@ -203,19 +208,19 @@ class ChunkedEngine:
             if found is not None:
                 self._join(*found)
                 self._settled = 0  # a further rung may pay for the same counts
-        incomplete = any(len(x.price_list.prices) < len(x.wanted) for x in self.ladders.values())
+        incomplete = [kind for kind, ladder in self.ladders.items() if ladder.incomplete]
         if self.growing is None and incomplete and counts_W is not None:
             self._settled = self._settled + 1 if np.array_equal(counts_W, self._counts_W) else 0
             self._counts_W = counts_W
-            if self._settled == _SETTLED:
-                self.growing = self._background.submit(self._next_rung, counts_W)
+            if due := [kind for kind in incomplete if self._settled == self.ladders[kind].patience]:
+                self.growing = self._background.submit(self._next_rung, counts_W, due)
 
     def settle(self, counts_W: np.ndarray) -> None:
         """Grow the ladder for these counts, in the foreground, until no further rung saves work."""
         if self.growing is not None:
             self.growing.result()
             self.grow(counts_W)
-        while (found := self._next_rung(counts_W)) is not None:
+        while (found := self._next_rung(counts_W, list(self.ladders))) is not None:
             self._join(*found)
         self.compiling = False
 
@@ -224,8 +229,8 @@ class ChunkedEngine:
         with self._lock:
             self._update_limits()
 
-    def _next_rung(self, counts_W: np.ndarray) -> tuple[Ladder, int, Any] | None:
-        for kind, ladder in self.ladders.items():
+    def _next_rung(self, counts_W: np.ndarray, kinds: Sequence[str]) -> tuple[Ladder, int, Any] | None:
+        for kind, ladder in ((kind, self.ladders[kind]) for kind in kinds):
             mine = [i for i, worker in enumerate(self.workers.members) if worker.kind == kind]
             rung = ladder.next_rung([int(counts_W[i]) for i in mine], [int(self.max_rows_W[i]) for i in mine])
             if rung is not None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from hetjax.devices import memory
 from hetjax.devices.compile import compile_for, expected
+from hetjax.devices.targets import target_of
 from hetjax.planning.ladder_costs import PriceList
 
 log = logging.getLogger("hetjax")
@@ -22,13 +23,16 @@ _IN_A_ROW, _CHAIN = 16, 0.03  # chunks timed in a row: at most this many, for ab
 _CHUNK_COST_IN_ROWS = 0.25  # if rows are the price, an additional chunk costs this many
 _AROUND = (0.9, 0.95, 1.0, 1.05, 1.1)  # a further rung is evaluated at these multiples of the counts
 _WORTH_COMPILING = 0.01  # a further rung has to save one percent of the work
+_SETTLED = 8  # steps with unchanged counts before a rung is added for them; they are timed, so plans may change
+_APART = 8  # factor between the two rungs of a complete ladder where compiling is slow
 
 
 class Ladder:
     """Programs and prices by rung. A rung that does not fit into memory is dropped with a warning.
 
     `wanted` holds the rungs of a complete ladder. Training starts with four of them, a factor of four apart; others are
-    added between steps if they are predicted to save work at the current counts.
+    added between steps if they are predicted to save work at the current counts. Where compiling is slow, as it is for
+    accelerators, training starts with the largest that fits, and the ladder is complete with one more.
 
     Args:
         chunk: The function to compile.
@@ -36,8 +40,9 @@ class Ladder:
         adders: A program per device that adds the sums of two chunks.
         devices: The devices, all of one kind.
         wanted: The rungs of a complete ladder.
-        complete: Whether to compile all of them now.
+        complete: Whether to compile the complete ladder now.
         priced_by_rows: Whether prices are rows instead of measured seconds.
+        slow_compiler: Whether to make do with two rungs.
     """
 
     def __init__(
@@ -50,15 +55,29 @@ class Ladder:
         *,
         complete: bool,
         priced_by_rows: bool,
+        slow_compiler: bool = False,
     ):
         self.chunk, self.arguments, self.adders = chunk, arguments, adders
         self.devices, self.wanted = tuple(devices), sorted(wanted)
         self.smallest = self.wanted[0]
-        self.priced_by_rows = priced_by_rows
+        self.there = target_of(self.devices[0]) is None
+        self.priced_by_rows = priced_by_rows or not self.there
         self.programs: dict[int, dict[jax.Device, Any]] = {}
-        first = set(self.wanted) if complete else {_nearest(self.wanted, self.wanted[-1] / f) for f in (1, 4, 16, 64)}
-        self._build(first)
+        self.patience = 1 if slow_compiler else _SETTLED
+        if slow_compiler:
+            self._build({self.wanted[-1]})
+            (largest,) = self.programs
+            self.first = {largest}
+            self.wanted = sorted({largest, _nearest(self.wanted, largest / _APART)})
+        else:
+            self.first = {_nearest(self.wanted, self.wanted[-1] / f) for f in (1, 4, 16, 64)}
+        self._build(set(self.wanted) if complete else self.first)
         self.price_list = PriceList({}, 0.0, 0.0)  # until measured
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether further rungs may be added."""
+        return len(self.price_list.prices) < len(self.wanted)
 
     @property
     def kind(self) -> str:
@@ -66,7 +85,7 @@ class Ladder:
         return f"{self.devices[0].platform} ({self.devices[0].device_kind})"
 
     def _build(self, first: set[int]) -> None:
-        for rung in sorted(self.wanted, reverse=True):
+        for rung in sorted(set(self.wanted) - set(self.programs), reverse=True):
             if rung in first or not self.programs:  # if the largest was dropped, the next smaller replaces it
                 self._try(rung, self.compile(rung))
         if not self.programs:
@@ -88,7 +107,9 @@ class Ladder:
         """Compile the programs of one rung for all devices; None if they do not fit into memory."""
         try:
             with expected():
-                programs = compile_for(self.chunk, self.arguments(rung, None), self.devices)
+                programs = compile_for(
+                    self.chunk, self.arguments(rung, None), self.devices, name=f"microbatch of {rung} rows"
+                )
         except Exception as error:
             self._drop(rung, "compiling it ran out of memory", error)
             return None
@@ -110,11 +131,12 @@ class Ladder:
             self.price_list = self.price_list.adding(rung, now[rung] * self.price_list.prices[known] / now[known])
 
     def _try(self, rung: int, programs: dict[jax.Device, Any] | None) -> bool:
-        """Run a rung once; drop it if it runs out of memory."""
+        """Run a rung once, unless this is a target; drop it if it runs out of memory."""
         if programs is None:
             return False
         try:
-            jax.block_until_ready(programs[self.devices[0]](*self.arguments(rung, self.devices[0])))
+            if self.there:
+                jax.block_until_ready(programs[self.devices[0]](*self.arguments(rung, self.devices[0])))
         except Exception as error:
             self._drop(rung, "a trial run ran out of memory", error)
             return False

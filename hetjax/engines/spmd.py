@@ -75,7 +75,7 @@ class Spmd:
             stacked = lambda x: jax.ShapeDtypeStruct((width, *x.shape[1:]), x.dtype)
             params = put(jax.tree.map(stacked, params), workers.sharded)
         with expected():
-            return compile_over(body, (*params, *put(wide, workers.sharded)), workers.meshed)
+            return compile_over(body, (*params, *put(wide, workers.sharded)), workers.meshed, name=self.label)
 
     def _on_worker(self, params: Tree, model_state: Tree, rows_1: Tree, ctl_1: jax.Array) -> Parts:
         rows, ctl = jax.tree.map(lambda x: x[0], (rows_1, ctl_1))
@@ -85,6 +85,11 @@ class Spmd:
 
     def _sums(self, params: Tree, model_state: Tree, rows: Tree, ctl: jax.Array) -> Parts:
         raise NotImplementedError
+
+    @property
+    def label(self) -> str:
+        """Name of the program."""
+        return f"{self.buffer} rows, masked"
 
     def _work(self, count: int) -> int:
         """Rows computed for a count."""
@@ -191,6 +196,10 @@ class LoopedEngine(Spmd):
 
         trips = ((ctl[COUNT] + (micro - 1)) // micro).astype(jnp.int32)
         return jax.lax.fori_loop(0, trips, body, tuple(part[0] for part in self.program.zeros()))
+
+    @property
+    def label(self) -> str:
+        return f"loop over {self.micro} rows"
 
     def _work(self, count: int) -> int:
         return -(-count // self.micro) * self.micro

@@ -120,12 +120,12 @@ class PriceList:
         """Estimate the price of a rung that was not measured.
 
         Linear interpolation between its neighbors. Below all rungs, extrapolation from the two smallest, but no cheaper
-        per row than the smallest.
+        per row than the smallest; from one alone, in proportion to the rows.
         """
         rungs = sorted(self.prices)
         price = [self.prices[r] for r in rungs]
         if rung >= rungs[0] or len(rungs) == 1:
-            return float(np.interp(rung, rungs, price)) if rung >= rungs[0] else price[0]
+            return float(np.interp(rung, rungs, price)) if rung >= rungs[0] else price[0] * rung / rungs[0]
         slope = (price[1] - price[0]) / (rungs[1] - rungs[0])
         return max(price[0] - slope * (rungs[0] - rung), price[0] * rung / rungs[0])
 

@@ -167,9 +167,12 @@ def apply_where_finite(layout: Layout, update: Update, core: Any, total: Parts, 
 
 
 def _private_copy(placed: Tree) -> Tree:
-    """Copy into new buffers: every step donates them, and the caller's must stay alive."""
+    """Copy into new buffers: every step donates them, and the caller's must stay alive. Targets hold only shapes."""
+    first = jax.tree.leaves(placed)[0]
+    devices = sorted(first.sharding.device_set, key=lambda device: device.id)
     with expected():
-        return jax.jit(partial(jax.tree.map, jnp.copy))(placed)
+        copy = compile_over(partial(jax.tree.map, jnp.copy), (_shapes(placed),), devices, name="copy of the state")
+    return placed if isinstance(first, jax.ShapeDtypeStruct) else copy(placed)
 
 
 class MeshReduce:
@@ -182,7 +185,8 @@ class MeshReduce:
         self._core = _shapes(core)
         self._run = self._compile(HOST_SLOTS)
         self._run_weighted: Any = None  # compiled when a plan has weights, as few published controllers do
-        self._zeros_w = zero_parts(layout, workers.own)
+        # Made when a worker has no samples for the first time.
+        self._zeros_w = OnDemand(len(workers.own), lambda k: zero_parts(layout, [workers.own[k]])[0])
 
     def _on_worker(self, core: Any, parts_1: Parts, slots_WxH: jax.Array) -> tuple[Any, jax.Array]:
         parts, count = tuple(part[0] for part in parts_1), len(self.workers)
@@ -204,12 +208,14 @@ class MeshReduce:
         parts = tuple(wide(size, self.layout.dtype, self.workers.sharded) for size in self.layout.sizes)
         host = wide(slots, np.float32, self.workers.replicated)
         with expected():
-            return compile_over(program, (self._core, parts, host), self.workers.meshed, donate=self.update.donate)
+            return compile_over(
+                program, (self._core, parts, host), self.workers.meshed, self.update.donate, "reduce and update"
+            )
 
     def __call__(
         self, core: Any, parts_w: Sequence[Parts], slots_w: Sequence[list[float]], step: PlannedStep
     ) -> tuple[Any, jax.Array]:
-        filled_w = [parts or zeros for parts, zeros in zip(parts_w, self._zeros_w, strict=True)]
+        filled_w = [parts or self._zeros_w[k] for k, parts in enumerate(parts_w)]
         parts = tuple(self.workers.stack(part) for part in zip(*filled_w, strict=True))
         run, own = self._run, np.asarray(slots_w, np.float32)
         if step.plan.weights_W is not None:
@@ -259,7 +265,7 @@ class HubReduce:
         parts = tuple(jax.ShapeDtypeStruct((1, n), self.layout.dtype, sharding=here) for n in self.layout.sizes)
         arguments = core, [parts] * count, shape(count, HOST_SLOTS), shape(count)
         with expected():
-            return compile_for(self._on_lead, arguments, [self.lead], donate=self.update.donate)[0]
+            return compile_for(self._on_lead, arguments, [self.lead], self.update.donate, "reduce and update")[0]
 
     def __call__(
         self, core: Any, parts_w: Sequence[Parts], slots_w: Sequence[list[float]], step: PlannedStep
