@@ -36,16 +36,19 @@ def compile(
     batch_size: Annotated[int, tyro.conf.arg(metavar="INT")] = 128,
     max_programs: Annotated[int | None, optional("INT")] = None,
 ) -> None:
-    """Compile the programs of a run for accelerators that are not there: time, memory, reused buffers, slow operations.
+    """Compile a run's programs for an accelerator that is not there.
 
-    Fails if a program does not fit or a donated buffer is not reused. Needs the compilers: pip install
-    'hetjax[cuda,tpu]'. That a program compiles proves neither its speed nor its results.
+    Fails if a program does not fit or does not reuse a donated buffer.
+
+    Needs the compilers: pip install 'hetjax[cuda,tpu]'.
+
+    A program that compiles proves neither its speed nor its results.
 
     Args:
         target: T4, A100, H100, v4, v5e, v6e, a TPU also with a topology, such as v5e:2x4; or a .toml file
         config: mlp, cnn, resnet or transformer; or FILE.py:FUNCTION, where FUNCTION(devices, engine) returns a
             hetjax.Step, its first state and a batch
-        engine: looped, chunked, masked (default: all of them)
+        engine: looped, chunked, masked
         batch_size: samples of a step of the small models
         max_programs: fail if training with one engine takes more programs (default: no limit)
     """
