@@ -24,6 +24,7 @@ from hetjax.thinning import Thinning
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_figures")]
 
+PROGRAM = Path(__file__).parents[2] / "experiments" / "train.py"
 SAMPLES, BATCH = 143, 30  # five steps an epoch
 
 
@@ -129,9 +130,9 @@ def test_a_second_run_in_the_same_folder_is_refused_and_changes_nothing(tmp_path
         follow(self, record, state)
         if record.step == 2:
             before = sorted(tmp_path.rglob("*"))
-            environment = os.environ | {"PYTHONPATH": str(Path(checkpoint.__file__).parents[2])}
+            environment = os.environ | {"PYTHONPATH": str(PROGRAM.parents[1])}
             for launch, more in (([], ["--strategy", "balanced"]), ([], []), (several, ["--strategy", "equal"])):
-                command = [sys.executable, *launch, train.__file__, *flags, *more]
+                command = [sys.executable, *launch, str(PROGRAM), *flags, *more]
                 second.append(subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120))
             assert sorted(tmp_path.rglob("*")) == before
 
