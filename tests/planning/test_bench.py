@@ -23,7 +23,7 @@ def train(per_sample_W, exchange_TxW, benches, noise=0.0, members=None):
         allowed = bench.limits(BATCH, limits) if benches else limits
         counts_W = bench.planned(law.plan(BATCH, allowed)).counts_W
         used_W = counts_W > 0
-        local_W = np.where(used_W, STARTUP + per_sample_W * counts_W, 0.0) * draw(workers)
+        local_W = np.where(used_W, STARTUP + per_sample_W * counts_W, 0.0) * draw(4)[:workers]  # alike in every fleet
         exchange_W = exchange_TxW[min(step, len(exchange_TxW) - 1)]
         total.append(local_W.max() + exchange_W[used_W].max() * draw(1)[0])
         times_W = np.round(np.where(used_W, local_W, np.nan), 6)
@@ -46,19 +46,10 @@ def without_worst(noise=0.0):
     return train(FAST_W, np.full((1, 3), EXCHANGE), False, noise)[0]
 
 
-MISSED = pytest.mark.xfail(strict=True, reason="0.9895: five steps are made before the timings of the first are known")
-
-
-@pytest.mark.parametrize(
-    ("exchange", "noise"),
-    [
-        *((exchange, 0.0) for exchange in (0.01, 0.02, 0.03, 0.05, 0.07)),
-        *((exchange, 0.05) for exchange in (0.01, 0.02, 0.03, 0.05)),
-        pytest.param(0.07, 0.05, marks=MISSED),
-    ],
-)
+@pytest.mark.parametrize("noise", [0.0, 0.05, 0.1])
+@pytest.mark.parametrize("exchange", [0.01, 0.02, 0.03, 0.05, 0.07, 0.1])
 def test_never_slower_than_without_the_worst_member(exchange, noise):
-    """Over 500 steps, with the equal first plans, trials and retries, where steps take up to 40% longer with it."""
+    """Over 500 steps, with the equal first plans, trials and retries, where steps take up to 70% longer with it."""
     without = without_worst(noise).sum()
     total, _, bench = with_worst([exchange], noise)
     assert total.sum() <= without / 0.99
@@ -68,12 +59,20 @@ def test_never_slower_than_without_the_worst_member(exchange, noise):
 
 
 @pytest.mark.parametrize("exchange", [0.2, 2.0])
-def test_a_member_that_costs_far_more_is_soon_left_out(exchange):
-    """It holds up only the steps that are made before their timings are known."""
+def test_a_member_that_costs_far_more_is_left_out_as_soon_as_its_cost_is_known(exchange):
+    """Step 0 warms up, and the time of step 1 is known when step 4 is planned: no rule saves the first four steps."""
     total, counts_TxW, bench = with_worst([exchange], per_sample=1e-2)
     assert list(bench.benched) == [3]
-    assert (counts_TxW[:, 3] > 0).sum() <= 8
-    assert total[40:].sum() <= without_worst()[40:].sum() / 0.99
+    assert np.flatnonzero(counts_TxW[:, 3]).max() <= 4  # the first timing has the counts of the first plan
+    assert total[5:].sum() <= without_worst()[5:].sum() / 0.99
+
+
+def test_a_lucky_step_makes_no_member_suspect():
+    """Members that pay are not left out because the local phases of a single step were short."""
+    for exchange in (0.01, 0.015):
+        total, counts_TxW, bench = with_worst([exchange], noise=0.1)
+        assert not bench.events
+        assert (counts_TxW[:, :3] > 0).all()
 
 
 def test_a_member_whose_exchange_recovers_is_used_again():
