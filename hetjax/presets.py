@@ -16,6 +16,7 @@ from hetjax.engines import EngineSpec, as_spec
 from hetjax.fleet.agree import same_start
 from hetjax.planning import controllers
 from hetjax.planning.controllers.base import Controller
+from hetjax.reduce.optimizer import update_size
 from hetjax.sampling.blocks import Blocks
 from hetjax.state import State
 from hetjax.sync import Sync
@@ -347,11 +348,13 @@ def check_alike(step: Any, state: State) -> None:
         seed=step.seed,
         controller=[step.controller.name, None if step.sync.by_node else step.controller.state_dict()],
         sync=[step.sync.name, step.sync.state_dict()],
+        updates_by_the_optimizer=update_size(step.optimizer, state.params),
         engine=step.sessions.engine_spec.name,
         decay_of_the_moving_average=step.ema_decay,
         quantum=step.quantum,
         compute_dtype=step.sessions.dtypes,
         update=[step.options.update, step.clip_norm],
+        memory=[worker.memory for worker in step.workers.members] if step.workers.by_host else None,
         on_nonfinite=[step.nonfinite.policy, step.nonfinite.max_skips],
     )
 
