@@ -104,6 +104,7 @@ def links():
 SENDS = """
 import socket, sys
 with socket.create_connection((sys.argv[1], 5555), timeout=20) as to:
+    to.recv(1)  # the other side's clock runs
     to.sendall(bytes(1_000_000))
 """
 RECEIVES = """
@@ -112,6 +113,7 @@ with socket.create_server(("0.0.0.0", 5555)) as server:
     print("ready", flush=True)
     came, _ = server.accept()
     began, size = time.perf_counter(), 0
+    came.sendall(b"x")
     while part := came.recv(1 << 16):
         size += len(part)
     print(8e-6 * size / (time.perf_counter() - began), flush=True)

