@@ -26,7 +26,7 @@ import os, sys
 from hetjax import processes
 from hetjax.fleet import initialize, leave
 try:
-    info = initialize(start_limit=float(os.environ.get("LIMIT", 60)), heartbeat_limit=5)
+    info = initialize(start_limit=float(os.environ.get("LIMIT", 60)))
 except (ValueError, OSError) as error:
     print("error:", error, flush=True)
     leave(2, together=False)
