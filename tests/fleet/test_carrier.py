@@ -397,7 +397,7 @@ def test_a_killed_or_stopped_process_is_named_by_the_others(how, reason):
         assert [process.stdout.readline() for process in started] == ["joined\n"] * 3
         started[1].send_signal(how)
         for k in (0, 2):
-            out, _ = started[k].communicate(timeout=30)
+            out, _ = started[k].communicate(timeout=120)
             assert out.startswith(f"Process 1 {reason}"), out
             assert started[k].returncode == 1
     finally:

@@ -37,7 +37,7 @@ def test_output_is_whole_lines_prefixed_with_the_rank(sandbox):
 def test_prefixes_are_colored_on_a_terminal(sandbox):
     reader, writer = os.openpty()
     launcher = sandbox.start("--", sandbox.program("print('here')"), stdout=writer)
-    launcher.communicate(timeout=30)
+    launcher.communicate(timeout=120)
     os.close(writer)
     output = os.read(reader, 10_000)
     os.close(reader)
@@ -119,7 +119,7 @@ def test_signals_are_forwarded_and_all_processes_may_finish(sandbox, names):
     for number in numbers:
         launcher.send_signal(number)
         assert f"forwarding {number.name} to all processes" in launcher.stderr.readline()
-    out, err = launcher.communicate(timeout=30)
+    out, err = launcher.communicate(timeout=120)
     assert (launcher.returncode, err) == (130, "")
     assert sorted(out.splitlines()) == [f"[0] {names}", "[0] saved", f"[1] {names}"]
 
@@ -128,7 +128,7 @@ def test_death_by_a_forwarded_signal_is_no_failure(sandbox):
     launcher = sandbox.start("--restart", 5, "--", sandbox.program(WAIT))
     sandbox.wait_for_files("ready", 2)
     launcher.terminate()
-    assert launcher.communicate(timeout=30)[1] == "[launcher] forwarding SIGTERM to all processes\n"
+    assert launcher.communicate(timeout=120)[1] == "[launcher] forwarding SIGTERM to all processes\n"
     assert launcher.returncode == 128 + signal.SIGTERM
 
 
@@ -140,7 +140,7 @@ def test_the_third_signal_kills(sandbox):
         launcher.send_signal(signal.SIGINT)
         assert "forwarding SIGINT" in launcher.stderr.readline()
     launcher.send_signal(signal.SIGINT)
-    assert "SIGINT is the third signal" in launcher.communicate(timeout=30)[1]
+    assert "SIGINT is the third signal" in launcher.communicate(timeout=120)[1]
     assert launcher.returncode == 130
 
 
@@ -150,7 +150,7 @@ def test_nothing_survives_a_killed_launcher(sandbox):
     sandbox.wait_for_files("ready", 2)
     assert len(sandbox.processes()) == 6  # launcher, guard, two processes and their children
     launcher.kill()
-    launcher.wait(timeout=30)
+    launcher.wait(timeout=120)
     until(lambda: not sandbox.processes(), "the end of all processes")
 
 
@@ -158,7 +158,7 @@ def test_a_closed_stdout_stops_the_run(sandbox):
     launcher = sandbox.start("--", sandbox.program("while True: print('y' * 100, flush=True)"), stdout=subprocess.PIPE)
     launcher.stdout.readline()
     launcher.stdout.close()
-    assert launcher.wait(timeout=30) == 128 + signal.SIGPIPE
+    assert launcher.wait(timeout=120) == 128 + signal.SIGPIPE
 
 
 # -- hung processes --

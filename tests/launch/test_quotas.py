@@ -127,7 +127,7 @@ def test_no_group_is_left_after_a_kill(sandbox, victim):
     assert len(groups) == 2
     assert all((group / "cgroup.procs").read_text() for group in groups)
     os.kill(launcher.pid if victim == "launcher" else int((groups[0] / "cgroup.procs").read_text()), 9)
-    launcher.wait(timeout=30)
+    launcher.wait(timeout=120)
     until(lambda: not sandbox.groups(), "the removal of all groups")
 
 

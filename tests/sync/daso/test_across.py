@@ -42,7 +42,7 @@ def results_of(folder, transport, *jobs):
         processes.append(subprocess.Popen(command, env=kept | variables, cwd=ROOT, stdout=log, stderr=log))
         log.close()
     try:
-        codes = [process.wait(240) for process in processes]
+        codes = [process.wait(280) for process in processes]
     finally:
         for process in processes:
             process.kill()
