@@ -60,7 +60,7 @@ class Step:
 
         g = (sum over all samples of the per-example gradients) / (sum of their weights)
 
-    Example:
+    Examples:
         >>> step = hetjax.Step(loss_fn, optax.adamw(1e-3), batch_size=512)
         >>> state = step.init(params)
         >>> for batch in loader:                      # host batches: dicts, tuples, nested
