@@ -11,7 +11,7 @@ slowest local phase L, and n of B samples at the member, leaving it out takes at
 interest where S exceeds that. A member on the bench is tried again, and lasting trials are rare: pauses make the steps
 lost to them at most 1 / 200 of all steps, and double after each trial in vain.
 
-So over 500 steps a fleet loses less than 1 / 100 to its worst member, unless steps take more than twice as long with it:
+Over 500 steps a fleet loses less than 1 / 100 to its worst member, unless steps take more than twice as long with it:
 step 0 warms up, the time of step 1 is known when step 4 is planned, and no rule wins back what four steps have lost.
 """
 
