@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import optax
 
-from hetjax import processes
+from hetjax import processes, profiling
 from hetjax.fleet.distributed import initialize, leave
 from hetjax.history import History, Record
 from hetjax.planning import controllers
@@ -80,6 +80,20 @@ class Quotas:
     def __call__(self, record: Record, state: State) -> None:
         if (quotas := self.by_step.get(record.step - self.before)) is not None:
             self.parent.request(quotas)
+
+
+class Phases:
+    """A hook that keeps the seconds of this process's phases in every step."""
+
+    def __init__(self) -> None:
+        self.by_step: list[dict[str, float]] = []
+        self._seconds = profiling.Seconds()
+
+    def __call__(self, record: Record, state: State) -> None:
+        self.by_step.append({name: round(seconds, 6) for name, seconds in self._seconds.take().items()})
+
+    def end(self, history: History) -> None:
+        self._seconds.end()
 
 
 def solo_rates(trainer: Trainer, state: State, data: Any, quotas: Sequence[float], seconds: float) -> list[float]:
@@ -145,8 +159,10 @@ def main() -> None:
             nonlocal state
             trainer.controller = controller
             parent.request(None)  # compile at full speed
-            state, history = trainer.fit(state, data, steps=steps, hooks=[Quotas(parent, by_step, state.step)])
-            return summary(history)
+            phases = Phases() if settings["breakdown"] else None
+            hooks = [Quotas(parent, by_step, state.step), *([] if phases is None else [phases])]
+            state, history = trainer.fit(state, data, steps=steps, hooks=hooks)
+            return summary(history) | ({} if phases is None else {"phases": processes.gather(phases.by_step)})
 
         def solo() -> None:
             parent.request(quotas)

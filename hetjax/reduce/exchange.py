@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from hetjax import profiling
 from hetjax.reduce.finite import LARGE, NONFINITE
 
 Runs = list[np.ndarray]
@@ -52,28 +53,30 @@ class SumExchange:
             tail: its tail.
             listeners: other processes that receive the tail.
         """
-        for peer in listeners:
-            self.channel.send(peer, _TAIL, [tail])
-        if parts is None:
-            return
-        for k, owner in enumerate(self.owners):
-            if owner != self.process:
-                self.channel.send(owner, 1 + k, [parts[part][start:stop] for part, start, stop in self.runs[k]])
+        with profiling.phase("send"):
+            for peer in listeners:
+                self.channel.send(peer, _TAIL, [tail])
+            for k, owner in enumerate(self.owners if parts is not None else ()):
+                if owner != self.process:
+                    assert parts is not None
+                    self.channel.send(owner, 1 + k, [parts[part][start:stop] for part, start, stop in self.runs[k]])
 
     def tail(self, own: np.ndarray | None, senders: Sequence[int]) -> np.ndarray:
         """The sum of all tails, in process order; `own`: None for a process that sends none."""
         total: np.ndarray | None = None
-        for sender in senders:
-            one = own if sender == self.process else self._read(self.channel.receive(sender, _TAIL)[0])
-            assert one is not None
-            total = one.copy() if total is None else total + one
+        with profiling.phase("meet"):
+            for sender in senders:
+                one = own if sender == self.process else self._read(self.channel.receive(sender, _TAIL)[0])
+                assert one is not None
+                total = one.copy() if total is None else total + one
         assert total is not None
         return total
 
     def total(self, k: int, parts: Sequence[np.ndarray] | None, senders: Sequence[int]) -> Runs:
         """The sums of an own piece over these processes, in process order."""
-        for tracker in self._sent.pop(k, []):
-            tracker.wait(self.channel.carrier.wait_limit)
+        with profiling.phase("receive"):
+            for tracker in self._sent.pop(k, []):
+                tracker.wait(self.channel.carrier.wait_limit)
         sums = self._totals.setdefault(k, [np.empty(stop - start, self.dtype) for _, start, stop in self.runs[k]])
         held: Runs | None = None  # the first summand: added to the second one without a copy
         for number, sender in enumerate(senders):
@@ -81,23 +84,27 @@ class SumExchange:
                 assert parts is not None
                 came = [parts[part][start:stop] for part, start, stop in self.runs[k]]
             else:
-                came = [self._read(frame) for frame in self.channel.receive(sender, 1 + k)]
+                with profiling.phase("receive"):
+                    came = [self._read(frame) for frame in self.channel.receive(sender, 1 + k)]
             if number == 0:
                 held = came
                 continue
-            for run, (first, other) in zip(sums, zip(held or sums, came, strict=True), strict=True):
-                np.add(first, other, out=run)
+            with profiling.phase("add"):
+                for run, (first, other) in zip(sums, zip(held or sums, came, strict=True), strict=True):
+                    np.add(first, other, out=run)
             held = None
         return held if held is not None else sums
 
     def publish(self, k: int, header: np.ndarray, runs: Sequence[np.ndarray], to: Sequence[int]) -> None:
         """Send the result of an own piece; its buffers must not change before the next but one round."""
         number = 1 + len(self.owners) + k
-        self._sent[k] = [self.channel.send(peer, number, [header, *runs]) for peer in to if peer != self.process]
+        with profiling.phase("return"):
+            self._sent[k] = [self.channel.send(peer, number, [header, *runs]) for peer in to if peer != self.process]
 
     def result(self, k: int) -> tuple[np.ndarray, list[memoryview]]:
         """The header and the frames of another process's result."""
-        header, *runs = self.channel.receive(self.owners[k], 1 + len(self.owners) + k)
+        with profiling.phase("gather"):
+            header, *runs = self.channel.receive(self.owners[k], 1 + len(self.owners) + k)
         return np.frombuffer(header, np.float64), runs
 
     def vector_sum(self, own: np.ndarray, members: Sequence[int]) -> np.ndarray:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from hetjax import processes
+from hetjax import processes, profiling
 from hetjax.devices.compile import compile_for, expected
 from hetjax.devices.workers import Workers
 from hetjax.reduce.base import OnDemand, Replicas
@@ -164,15 +164,17 @@ class HostReplicated(HostSums):
         self, core: Any, parts_w: Sequence[Parts], slots_w: Sequence[list[float]], step: PlannedStep
     ) -> tuple[Any, np.ndarray]:
         exchange, senders = self.exchange, self.contributors(step)
-        parts = self.local_sums(parts_w, step) if self.me in senders else None
-        tail = self.own_tail(parts, slots_w)
+        with profiling.phase("copy"):
+            parts = self.local_sums(parts_w, step) if self.me in senders else None
+            tail = self.own_tail(parts, slots_w)
         others = [process for process in self.everyone if process != self.me]
         exchange.send(parts, tail, others)
         tail = exchange.tail(tail, self.everyone)
         level, mine = 0.0, exchange.own
         for k in mine:
             runs = exchange.total(k, parts, senders)
-            header = np.array([level_of(runs, sum_of_squares(runs))])
+            with profiling.phase("check"):
+                header = np.array([level_of(runs, sum_of_squares(runs))])
             exchange.publish(k, header, runs, others)
             self._store(k, runs)
             level = max(level, header[0])
@@ -186,13 +188,15 @@ class HostReplicated(HostSums):
         level = max(level, level_of([values], sum_of_squares([values])))
         bad = False
         if self._apply is not None:
-            core, flag = self._apply(core, tuple(self._totals), np.asarray(level, self.layout.dtype))
-            bad = bool(flag)
+            with profiling.phase("update"):
+                core, flag = self._apply(core, tuple(self._totals), np.asarray(level, self.layout.dtype))
+                bad = bool(flag)
         return core, self.report_bad(tail, level, bad, parts_w, self.everyone)
 
     def _store(self, k: int, runs: Sequence[Any]) -> None:
-        for (part, start, stop), run in zip(self.exchange.runs[k], runs, strict=True):
-            self._totals[part][start:stop] = np.frombuffer(run, self.layout.dtype)
+        with profiling.phase("store"):
+            for (part, start, stop), run in zip(self.exchange.runs[k], runs, strict=True):
+                self._totals[part][start:stop] = np.frombuffer(run, self.layout.dtype)
 
     def replicas(self, core: Any, tail: Any) -> Replicas:
         leaves = jax.tree.leaves(core[:2])

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hetjax import profiling
 from hetjax.devices.compile import compile_for, expected
 from hetjax.devices.workers import Workers, device_kind
 from hetjax.reduce.base import OnDemand, Replicas
@@ -149,8 +150,9 @@ class HostSharded(HostSums):
             tail = exchange.heard(involved[0])
             exchange.end()
             return (core if self._left_out(tail) else replace(core, fresh=frozenset(involved))), tail
-        parts = self.local_sums(parts_w, step) if self.me in senders else None
-        tail = self.own_tail(parts, slots_w)
+        with profiling.phase("copy"):
+            parts = self.local_sums(parts_w, step) if self.me in senders else None
+            tail = self.own_tail(parts, slots_w)
         self.speak_for_absent(tail, involved, step)
         exchange.send(parts, tail, [process for process in involved if process != self.me])
         tail = exchange.tail(tail, involved)
@@ -166,15 +168,17 @@ class HostSharded(HostSums):
         owned, bad, model_state = dict(core.owned), False, core.model_state
         for k in exchange.own:
             runs = totals[k] if k in totals else exchange.total(k, parts, senders)
-            own_level = level_of(runs, sum_of_squares(runs))
+            with profiling.phase("check"):
+                own_level = level_of(runs, sum_of_squares(runs))
             if k == self.state_piece:
                 model_state, result = self._advanced(core.model_state, runs)
                 header = np.array([own_level, 0.0])
             else:
                 piece = self.pieces[k]
-                result, owned[k], wrong = self._programs[k](
-                    _runs(core.vector, piece), core.owned[k], runs, weight, loss, scale, own_level
-                )
+                with profiling.phase("update"):
+                    result, owned[k], wrong = self._programs[k](
+                        _runs(core.vector, piece), core.owned[k], runs, weight, loss, scale, own_level
+                    )
                 header = np.array([own_level, wrong])
                 _store(new, piece, result)
             exchange.publish(k, header, result, involved)
@@ -294,7 +298,12 @@ class HostSharded(HostSums):
 
     def replicas(self, core: HostCore, tail: Any) -> Replicas:
         """Parameters and model state on each worker's device, placed when the worker has something to compute."""
-        placed = OnDemand(len(self.workers.own), lambda k: self._on_device(core, self.workers.own[k]))
+
+        def place(k: int) -> list[jax.Array]:
+            with profiling.phase("place"):
+                return self._on_device(core, self.workers.own[k])
+
+        placed = OnDemand(len(self.workers.own), place)
         return Replicas(
             placed,
             OnDemand(len(self.workers.own), lambda k: placed[k][-1]),
@@ -483,8 +492,9 @@ def _runs(vector: Sequence[np.ndarray], piece: Piece) -> Runs:
 
 
 def _store(vector: Sequence[np.ndarray], piece: Piece, runs: Sequence[Any]) -> None:
-    for (part, start, stop), run in zip(piece.runs, runs, strict=True):
-        vector[part][start:stop] = np.frombuffer(run, vector[part].dtype)
+    with profiling.phase("store"):
+        for (part, start, stop), run in zip(piece.runs, runs, strict=True):
+            vector[part][start:stop] = np.frombuffer(run, vector[part].dtype)
 
 
 def _aligned(size: int, dtype: Any) -> np.ndarray:
