@@ -38,7 +38,7 @@ from hetjax.arguments import whole
 log = logging.getLogger("hetjax")
 
 
-class phase(jax.profiler.TraceAnnotation):  # noqa: N801
+class phase(jax.profiler.TraceAnnotation):
     """A context that appears in a trace as `hetjax.NAME`, with these values, and in `Seconds`."""
 
     def __init__(self, name: str, **values: Any):

@@ -16,6 +16,7 @@ import numpy as np
 
 from hetjax import profiling
 from hetjax.reduce.finite import LARGE, NONFINITE
+from hetjax.reduce.same_host import SameHost
 
 Runs = list[np.ndarray]
 Run = tuple[int, int, int]  # (part, start, stop)
@@ -37,6 +38,7 @@ class SumExchange:
         self.channel, self.process = channel, process
         self.runs, self.dtype = runs, np.dtype(dtype)
         self.owners = [process] * len(runs)  # of each piece
+        self.same_host = SameHost([sum(stop - start for _, start, stop in piece) for piece in runs], self.dtype)
         self._sent: dict[int, list[Any]] = {}  # trackers of results, whose buffers are used again
         self._totals: dict[int, Runs] = {}
 
@@ -59,7 +61,11 @@ class SumExchange:
             for k, owner in enumerate(self.owners if parts is not None else ()):
                 if owner != self.process:
                     assert parts is not None
-                    self.channel.send(owner, 1 + k, [parts[part][start:stop] for part, start, stop in self.runs[k]])
+                    runs = [parts[part][start:stop] for part, start, stop in self.runs[k]]
+                    if owner in self.same_host.readers:
+                        np.concatenate(runs, out=self.same_host.sums(k))
+                        runs = []
+                    self.channel.send(owner, 1 + k, runs)
 
     def tail(self, own: np.ndarray | None, senders: Sequence[int]) -> np.ndarray:
         """The sum of all tails, in process order; `own`: None for a process that sends none."""
@@ -85,7 +91,8 @@ class SumExchange:
                 came = [parts[part][start:stop] for part, start, stop in self.runs[k]]
             else:
                 with profiling.phase("receive"):
-                    came = [self._read(frame) for frame in self.channel.receive(sender, 1 + k)]
+                    frames = self.channel.receive(sender, 1 + k)
+                came = self._runs_of(k, frames, self.same_host.sums, sender)
             if number == 0:
                 held = came
                 continue
@@ -95,17 +102,41 @@ class SumExchange:
             held = None
         return held if held is not None else sums
 
-    def publish(self, k: int, header: np.ndarray, runs: Sequence[np.ndarray], to: Sequence[int]) -> None:
-        """Send the result of an own piece; its buffers must not change before the next but one round."""
+    def publish(
+        self, k: int, header: np.ndarray, runs: Sequence[np.ndarray], to: Sequence[int], like_sums: bool = True
+    ) -> None:
+        """Send the result of an own piece; its buffers must not change before the next but one round.
+
+        Args:
+            k: number of the piece.
+            header: a few values.
+            runs: the result.
+            to: processes that receive it.
+            like_sums: whether the result has the runs of the piece.
+        """
         number = 1 + len(self.owners) + k
         with profiling.phase("return"):
-            self._sent[k] = [self.channel.send(peer, number, [header, *runs]) for peer in to if peer != self.process]
+            near = [peer for peer in to if like_sums and peer in self.same_host.readers]
+            if near:
+                np.concatenate(runs, out=self.same_host.result(k))
+            for peer in near:
+                self.channel.send(peer, number, [header])
+            far = [peer for peer in to if peer not in near and peer != self.process]
+            self._sent[k] = [self.channel.send(peer, number, [header, *runs]) for peer in far]
 
-    def result(self, k: int) -> tuple[np.ndarray, list[memoryview]]:
-        """The header and the frames of another process's result."""
+    def result(self, k: int, like_sums: bool = True) -> tuple[np.ndarray, Sequence[Any]]:
+        """The header and the runs of another process's result, or its frames; they are valid in this round only."""
         with profiling.phase("gather"):
-            header, *runs = self.channel.receive(self.owners[k], 1 + len(self.owners) + k)
+            header, *frames = self.channel.receive(self.owners[k], 1 + len(self.owners) + k)
+        runs = self._runs_of(k, frames, self.same_host.result, self.owners[k]) if like_sums else frames
         return np.frombuffer(header, np.float64), runs
+
+    def _runs_of(self, k: int, frames: Sequence[Any], place: Any, peer: int) -> Runs:
+        """The runs of a piece that came in frames, or without any by shared memory."""
+        if frames:
+            return [self._read(frame) for frame in frames]
+        cuts = np.cumsum([stop - start for _, start, stop in self.runs[k]])[:-1]
+        return np.split(place(k, peer), cuts)
 
     def vector_sum(self, own: np.ndarray, members: Sequence[int]) -> np.ndarray:
         """The sum of a short float64 vector over these processes, in process order; all of them call this."""

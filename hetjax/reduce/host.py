@@ -180,8 +180,8 @@ class HostReplicated(HostSums):
             level = max(level, header[0])
         for k in range(len(exchange.owners)):
             if k not in mine:
-                header, frames = exchange.result(k)
-                self._store(k, frames)
+                header, runs = exchange.result(k)
+                self._store(k, runs)
                 level = max(level, header[0])
         values = tail[: self.layout.values]
         self._totals[-1][len(self._totals[-1]) - len(values) :] = values
@@ -196,7 +196,7 @@ class HostReplicated(HostSums):
     def _store(self, k: int, runs: Sequence[Any]) -> None:
         with profiling.phase("store"):
             for (part, start, stop), run in zip(self.exchange.runs[k], runs, strict=True):
-                self._totals[part][start:stop] = np.frombuffer(run, self.layout.dtype)
+                self._totals[part][start:stop] = run
 
     def replicas(self, core: Any, tail: Any) -> Replicas:
         leaves = jax.tree.leaves(core[:2])

@@ -181,16 +181,16 @@ class HostSharded(HostSums):
                     )
                 header = np.array([own_level, wrong])
                 _store(new, piece, result)
-            exchange.publish(k, header, result, involved)
+            exchange.publish(k, header, result, involved, like_sums=k != self.state_piece)
             level, bad = max(level, header[0]), bad or bool(header[1])
         for k in range(len(exchange.owners)):
             if exchange.owners[k] == self.me:
                 continue
-            header, frames = exchange.result(k)
+            header, result = exchange.result(k, like_sums=k != self.state_piece)
             if k == self.state_piece:
-                model_state = self._read_state(core.model_state, frames)
+                model_state = self._read_state(core.model_state, result)
             else:
-                _store(new, self.pieces[k], frames)
+                _store(new, self.pieces[k], result)
             level, bad = max(level, header[0]), bad or bool(header[1])
         bad = bad and level < NONFINITE
         tail = self.report_bad(tail, level, bad, parts_w, involved)
@@ -494,7 +494,7 @@ def _runs(vector: Sequence[np.ndarray], piece: Piece) -> Runs:
 def _store(vector: Sequence[np.ndarray], piece: Piece, runs: Sequence[Any]) -> None:
     with profiling.phase("store"):
         for (part, start, stop), run in zip(piece.runs, runs, strict=True):
-            vector[part][start:stop] = np.frombuffer(run, vector[part].dtype)
+            vector[part][start:stop] = run
 
 
 def _aligned(size: int, dtype: Any) -> np.ndarray:
