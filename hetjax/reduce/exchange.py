@@ -9,7 +9,7 @@ network and adding overlap. All processes add the same numbers in the same order
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,8 @@ from hetjax.reduce.same_host import SameHost
 
 Runs = list[np.ndarray]
 Run = tuple[int, int, int]  # (part, start, stop)
+Frames = Sequence[Any]
+Read = Callable[[Frames, int, int], Runs]
 
 _TAIL = 0  # number of the message with the tail; pieces follow
 
@@ -39,6 +41,7 @@ class SumExchange:
         self.runs, self.dtype = runs, np.dtype(dtype)
         self.owners = [process] * len(runs)  # of each piece
         self.same_host = SameHost([sum(stop - start for _, start, stop in piece) for piece in runs], self.dtype)
+        self.cut: frozenset[int] = frozenset()  # pieces whose sums travel in another form than they have
         self._sent: dict[int, list[Any]] = {}  # trackers of results, whose buffers are used again
         self._totals: dict[int, Runs] = {}
 
@@ -47,25 +50,30 @@ class SumExchange:
         """The pieces of this process."""
         return [k for k, owner in enumerate(self.owners) if owner == self.process]
 
-    def send(self, parts: Sequence[np.ndarray] | None, tail: np.ndarray, listeners: Sequence[int]) -> None:
+    def runs_of(self, parts: Sequence[np.ndarray], k: int) -> Runs:
+        """The runs of a piece in the parts of a vector."""
+        return [parts[part][start:stop] for part, start, stop in self.runs[k]]
+
+    def send(self, frames_of: Callable[[int], Frames] | None, tail: np.ndarray, listeners: Sequence[int]) -> None:
         """Start a round: send the tail to all listeners, and the pieces of the sums to their owners.
 
         Args:
-            parts: the sums of this process, which must not change before the next round; None: it has none.
+            frames_of: the runs of a piece, or its frames if it is in `self.cut`; they must not change before the next
+                round. None: this process has no sums.
             tail: its tail.
             listeners: other processes that receive the tail.
         """
         with profiling.phase("send"):
             for peer in listeners:
                 self.channel.send(peer, _TAIL, [tail])
-            for k, owner in enumerate(self.owners if parts is not None else ()):
+            for k, owner in enumerate(self.owners if frames_of is not None else ()):
                 if owner != self.process:
-                    assert parts is not None
-                    runs = [parts[part][start:stop] for part, start, stop in self.runs[k]]
-                    if owner in self.same_host.readers:
-                        np.concatenate(runs, out=self.same_host.sums(k))
-                        runs = []
-                    self.channel.send(owner, 1 + k, runs)
+                    assert frames_of is not None
+                    frames = frames_of(k)
+                    if owner in self.same_host.readers and k not in self.cut:
+                        np.concatenate(frames, out=self.same_host.sums(k))
+                        frames = []
+                    self.channel.send(owner, 1 + k, frames)
 
     def tail(self, own: np.ndarray | None, senders: Sequence[int]) -> np.ndarray:
         """The sum of all tails, in process order; `own`: None for a process that sends none."""
@@ -78,8 +86,15 @@ class SumExchange:
         assert total is not None
         return total
 
-    def total(self, k: int, parts: Sequence[np.ndarray] | None, senders: Sequence[int]) -> Runs:
-        """The sums of an own piece over these processes, in process order."""
+    def total(self, k: int, own: Callable[[], Runs], senders: Sequence[int], read: Read | None = None) -> Runs:
+        """The sums of an own piece over these processes, in process order.
+
+        Args:
+            k: number of the piece.
+            own: the runs of this process, if it is among the senders.
+            senders: processes with sums.
+            read: (frames, sender, slot) -> runs, for a piece that travels cut; it may use two slots of memory in turn.
+        """
         with profiling.phase("receive"):
             for tracker in self._sent.pop(k, []):
                 tracker.wait(self.channel.carrier.wait_limit)
@@ -87,18 +102,24 @@ class SumExchange:
         held: Runs | None = None  # the first summand: added to the second one without a copy
         for number, sender in enumerate(senders):
             if sender == self.process:
-                assert parts is not None
-                came = [parts[part][start:stop] for part, start, stop in self.runs[k]]
+                came = own()
             else:
                 with profiling.phase("receive"):
                     frames = self.channel.receive(sender, 1 + k)
-                came = self._runs_of(k, frames, self.same_host.sums, sender)
+                if read is None:
+                    came = self._runs_of(k, frames, self.same_host.sums, sender)
+                else:
+                    came = read(frames, sender, min(number, 1))
             if number == 0:
                 held = came
                 continue
             with profiling.phase("add"):
                 for run, (first, other) in zip(sums, zip(held or sums, came, strict=True), strict=True):
                     np.add(first, other, out=run)
+            held = None
+        if held is not None and read is not None:  # its memory is used again
+            for run, only in zip(sums, held, strict=True):
+                run[:] = only
             held = None
         return held if held is not None else sums
 
@@ -112,7 +133,7 @@ class SumExchange:
             header: a few values.
             runs: the result.
             to: processes that receive it.
-            like_sums: whether the result has the runs of the piece.
+            like_sums: whether the result has the runs of the piece. Otherwise it is any frames.
         """
         number = 1 + len(self.owners) + k
         with profiling.phase("return"):

@@ -6,6 +6,7 @@ Every process receives the totals and applies the same update; `hetjax.reduce.sh
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -41,6 +42,7 @@ class HostSums:
     """
 
     name = "host"
+    all_take_part = False  # also processes without samples that own nothing
 
     def __init__(self, workers: Workers, layout: Layout, pieces: Sequence[Piece], share_P: np.ndarray):
         self.workers, self.layout, self.me, self.pieces = workers, layout, workers.process, pieces
@@ -71,7 +73,7 @@ class HostSums:
 
     def involved(self, step: PlannedStep) -> list[int]:
         """Processes that exchange something in a step: those with samples, and owners."""
-        return sorted({*self.contributors(step), *self.owners})
+        return self.everyone if self.all_take_part else sorted({*self.contributors(step), *self.owners})
 
     # -- sums --
 
@@ -168,11 +170,11 @@ class HostReplicated(HostSums):
             parts = self.local_sums(parts_w, step) if self.me in senders else None
             tail = self.own_tail(parts, slots_w)
         others = [process for process in self.everyone if process != self.me]
-        exchange.send(parts, tail, others)
+        exchange.send(None if parts is None else partial(exchange.runs_of, parts), tail, others)
         tail = exchange.tail(tail, self.everyone)
         level, mine = 0.0, exchange.own
         for k in mine:
-            runs = exchange.total(k, parts, senders)
+            runs = exchange.total(k, partial(exchange.runs_of, parts or [], k), senders)
             with profiling.phase("check"):
                 header = np.array([level_of(runs, sum_of_squares(runs))])
             exchange.publish(k, header, runs, others)
@@ -180,8 +182,8 @@ class HostReplicated(HostSums):
             level = max(level, header[0])
         for k in range(len(exchange.owners)):
             if k not in mine:
-                header, runs = exchange.result(k)
-                self._store(k, runs)
+                header, result = exchange.result(k)
+                self._store(k, result)
                 level = max(level, header[0])
         values = tail[: self.layout.values]
         self._totals[-1][len(self._totals[-1]) - len(values) :] = values

@@ -39,12 +39,13 @@ class SameHost:
         self._starts = np.concatenate([[0], np.cumsum([_aligned(size, dtype) for size in sizes])]).astype(int)
         token = secrets.token_bytes(16)
         self._own, descriptor = _created(_PAGE + 2 * int(self._starts[-1]) * dtype.itemsize, token)
-        table = processes.gather([os.getpid(), descriptor, token.hex()])
+        network = _network()
+        table = processes.gather([os.getpid(), descriptor, token.hex(), network])
         me = processes.index()
         self._read = {
             peer: found
-            for peer, (pid, number, token) in enumerate(table)
-            if peer != me and (found := _mapped(pid, number, bytes.fromhex(token))) is not None
+            for peer, (pid, number, token, theirs) in enumerate(table)
+            if peer != me and theirs == network and (found := _mapped(pid, number, bytes.fromhex(token))) is not None
         }
         can_read_P = processes.gather(sorted(self._read))
         self.readers = frozenset(peer for peer, reads in enumerate(can_read_P) if me in reads) if descriptor else ()
@@ -61,7 +62,16 @@ class SameHost:
 
     def _at(self, process: int | None, start: int, size: int) -> np.ndarray:
         memory = self._own if process is None else self._read[process]
+        assert memory is not None
         return np.frombuffer(memory, self.dtype, size, _PAGE + start * self.dtype.itemsize)
+
+
+def _network() -> str:
+    """What names the network of this process: containers and namespaces with their own count as other hosts."""
+    try:
+        return os.readlink("/proc/self/ns/net")
+    except OSError:
+        return ""
 
 
 def _aligned(size: int, dtype: np.dtype) -> int:

@@ -1,7 +1,7 @@
 """How numbers travel between processes: as they are, or cut to 16 or 8 bits with error feedback.
 
-What a cut leaves over is not lost: it is kept and added to what is sent next (Seide et al., Interspeech 2014; Karimireddy
-et al., arXiv 1901.09847). Sums are cut by their senders and added in float32 by the owners of the slices:
+What a cut leaves over is not lost: it is kept and added to what is sent next (Seide et al., Interspeech 2014;
+Karimireddy et al., arXiv 1901.09847). Sums are cut by their senders and added in float32 by the owners of the slices:
 
     v = g + e            g: the sender's sum of gradients, e: what was left over before
     c = decode(encode(v))  is what the owner adds
@@ -20,6 +20,8 @@ invariance, as a cut depends on which samples a process had.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -27,6 +29,8 @@ import ml_dtypes
 import numpy as np
 
 from hetjax import processes
+
+log = logging.getLogger("hetjax")
 
 WIRES = ("float32", "bfloat16", "int8")
 BLOCK = 256  # values of one scale
@@ -87,7 +91,8 @@ class Int8:
                 scale[~np.isfinite(scale)] = np.nan
                 scale[scale < _TINY] = 0
                 inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale > 0)
-                scaled = block * inverse[:, None]
+                with np.errstate(invalid="ignore"):  # infinity times zero; the scale says so
+                    scaled = block * inverse[:, None]
                 np.rint(scaled, out=scaled)
                 scaled[np.isnan(scale)] = 0
                 np.clip(scaled, -127, 127, out=scaled)
@@ -116,27 +121,69 @@ def _blocks(values: np.ndarray, start: int) -> list[tuple[np.ndarray, tuple[int,
 FORMATS: dict[str, Format] = {"bfloat16": BFloat16(), "int8": Int8()}
 
 
-class Feedback:
-    """What the cuts of this process have left over, per sample of the global batch, by piece of the vector.
+class Cut:
+    """Cuts the sums and the new parameters of pieces, and keeps what is left over, per sample of the global batch.
 
     Steps may have unlike numbers of samples: sums and their errors are proportional to it.
 
     Args:
-        form: the format of sums.
-        sizes: elements of each piece.
+        form: the format.
+        runs: lengths of the runs of each piece.
     """
 
-    def __init__(self, form: Format, sizes: Sequence[int]):
-        self.form, self.sizes = form, sizes
+    def __init__(self, form: Format, runs: Sequence[Sequence[int]]):
+        self.form, self.sizes = form, [sum(lengths) for lengths in runs]
+        self._ends = [np.cumsum(lengths)[:-1] for lengths in runs]
         self.left: dict[int, np.ndarray] = {}  # by piece; none: zero
-        self._next: dict[int, np.ndarray | None] = {}  # after this step
+        self._next: dict[int, tuple[np.ndarray, Frames, int] | None] = {}  # sums, frames and samples of this step
         self._spare: list[np.ndarray] = []
+        self._scratch = [np.empty(max(self.sizes, default=0), np.float32) for _ in range(2)]
 
-    def with_left(self, k: int, runs: Sequence[np.ndarray] | None, samples: int) -> np.ndarray:
-        """v = g + e of a piece, in a new vector; None: no samples, so g = 0."""
-        same = [vector for vector in self._spare if len(vector) == self.sizes[k]]
-        value = same[0] if same else np.empty(self.sizes[k], np.float32)
-        self._spare = [vector for vector in self._spare if vector is not value]
+    def split(self, k: int, vector: np.ndarray) -> list[np.ndarray]:
+        """The runs of a piece."""
+        return np.split(vector, self._ends[k])
+
+    # -- sums --
+
+    def encoded(self, k: int, runs: Sequence[np.ndarray], samples: int) -> Frames:
+        """The frames of a piece that goes to its owner; the error counts once the step has succeeded."""
+        value = self._with_left(k, runs, samples)
+        frames = self.form.encode(value)
+        self._next[k] = value, frames, samples
+        return frames
+
+    def whole(self, k: int, runs: Sequence[np.ndarray] | None, samples: int) -> np.ndarray:
+        """The sum of a piece with all that was left over, not cut; no runs: this process has no samples.
+
+        For pieces that this process owns itself, and for the last sum of one that leaves the exchange.
+        """
+        self._next[k] = None
+        return self._with_left(k, runs, samples)
+
+    def decoded(self, k: int, frames: Frames, whole: bool, slot: int) -> list[np.ndarray]:
+        """The runs of a piece that a process sent; valid until the next call with this slot, 0 or 1."""
+        out = self._scratch[slot][: self.sizes[k]]
+        return self.split(k, np.frombuffer(frames[0], np.float32) if whole else self.form.decode(frames, out))
+
+    def commit(self) -> None:
+        """The step has succeeded: keep what its cuts have left over."""
+        for k, sent in self._next.items():
+            if k in self.left:
+                self._spare.append(self.left.pop(k))
+            if sent is not None:
+                value, frames, samples = sent
+                value -= self.form.decode(frames, self._scratch[0][: self.sizes[k]])
+                value /= np.float32(samples)
+                self.left[k] = value
+        self._next.clear()
+
+    def drop(self) -> None:
+        """The step had no effect: what was left over before it stays."""
+        self._next.clear()
+
+    def _with_left(self, k: int, runs: Sequence[np.ndarray] | None, samples: int) -> np.ndarray:
+        at = next((i for i, vector in enumerate(self._spare) if len(vector) == self.sizes[k]), None)
+        value = np.empty(self.sizes[k], np.float32) if at is None else self._spare.pop(at)
         if runs is None:
             value[:] = 0
         else:
@@ -147,15 +194,43 @@ class Feedback:
                 value[part] += self.left[k][part] * np.float32(samples)
         return value
 
-    def encode(self, k: int, runs: Sequence[np.ndarray], samples: int) -> list[np.ndarray]:
-        """The frames of a piece that goes to its owner; the error is kept once the step has succeeded."""
-        value = self.with_left(k, runs, samples)
-        frames = self.form.encode(value)
-        self._next[k] = value
-        self._sent[k] = frames, samples
-        return frames
+    # -- parameters --
 
-    def flush(self, k: int, runs: Sequence[np.ndarray] | None, samples: int) -> np.ndarray:
-        """v = g + e of a piece that is not cut, of which nothing is left over."""
-        self._next[k] = None
-        return self.with_left(k, runs, samples)
+    def differences(self, k: int, masters: Sequence[np.ndarray], params: Sequence[np.ndarray]) -> Frames:
+        """The frames of what new masters of a piece differ by from the parameters that all processes have."""
+        out = self._scratch[1][: self.sizes[k]]
+        np.subtract(np.concatenate(masters), np.concatenate(params), out=out)
+        return self.form.encode(out)
+
+    def moved(self, k: int, params: Sequence[np.ndarray], frames: Frames) -> list[np.ndarray]:
+        """The new parameters of a piece: the same bits from the same frames, in every process."""
+        out = self.form.decode(frames, self._scratch[0][: self.sizes[k]])
+        np.add(np.concatenate(params), out, out=out)
+        return self.split(k, out)
+
+
+def quickest(exchange: Callable[[str], None]) -> str:
+    """The format whose exchange is quickest; collective. A coarser one has to save a quarter of the time.
+
+    Args:
+        exchange: makes one exchange in a format, in all processes.
+
+    Returns:
+        Its name, the same in all processes.
+    """
+    seconds = {}
+    for name in WIRES:
+        times = []
+        for _ in range(1 + _ROUNDS):
+            processes.gather(None)
+            began = time.perf_counter()
+            exchange(name)
+            times.append(time.perf_counter() - began)
+        seconds[name] = max(processes.gather(float(np.median(times[1:]))))
+    chosen = WIRES[0]
+    for name in WIRES[1:]:
+        if seconds[name] < _WORTH * seconds[chosen]:
+            chosen = name
+    log.info("Numbers travel in %s: an exchange takes %s.", chosen,
+             ", ".join(f"{1e3 * each:.0f} ms in {name}" for name, each in seconds.items()))  # fmt: skip
+    return chosen

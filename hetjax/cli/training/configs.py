@@ -219,6 +219,10 @@ class ProcessFlags:
     """time within which all processes must have joined"""
     transport: Annotated[Literal["auto", "mesh", "host"] | None, _shown("{auto,mesh,host}")] = None
     """how sums travel between processes: host for any mix of devices, mesh (XLA) for one kind (default: auto)"""
+    wire: Literal["float32", "bfloat16", "int8", "auto"] = "float32"
+    """numbers between processes: 16 or 8 bits with error feedback for slow links, auto: the quickest"""
+    delay: Literal[0, 1] = 0
+    """1: apply gradients one step late, while the next step computes: another algorithm, for slow links"""
     key: File = None
     """file with the key of the fleet (hetjax key FILE), which authenticates and encrypts (default: none)"""
 
