@@ -43,6 +43,7 @@ import numpy as np
 import tyro
 from benches.breakdown import breakdown as breakdown_of
 from benches.breakdown import table as table_of_causes
+from benches.torch_cluster import TorchCluster, figures_of_torch
 from rich.console import Console
 from rich.table import Table
 
@@ -84,6 +85,10 @@ def run_cluster(settings: dict[str, Any], limit: float) -> list[dict[str, Any]]:
             )
             stack.callback(process.kill)
             processes.append(process)
+        torch = None
+        if settings["torch"]:
+            torch = stack.enter_context(TorchCluster(settings["torch"], settings, [group.path for group in groups]))
+            messages.append({"torch_version": torch.version})
         first, timer = processes[0], threading.Timer(limit, lambda: [process.kill() for process in processes])
         timer.daemon = True
         timer.start()
@@ -97,6 +102,10 @@ def run_cluster(settings: dict[str, Any], limit: float) -> list[dict[str, Any]]:
             if "quotas" in message:
                 for group, cores in zip(groups, message["quotas"] or [None] * len(groups), strict=True):
                     group.set(cores)
+                first.stdin.write("done\n")
+                first.stdin.flush()
+            elif "turn" in message:
+                messages += [] if torch is None else [{"torch": torch.turn()}]
                 first.stdin.write("done\n")
                 first.stdin.flush()
             else:
@@ -262,6 +271,10 @@ def main(
     swaps: int = 5,
     swap_every: int = 30,
     breakdown: bool = False,
+    with_torch: bool = False,
+    torch_python: str = sys.executable,
+    wire: str = "float32",
+    delay: int = 0,
     quick: bool = False,
 ) -> int:
     """Compare controllers on processes under real CPU quotas.
@@ -279,6 +292,10 @@ def main(
         swaps: number of swaps of the fastest and slowest worker's quotas.
         swap_every: steps between swaps.
         breakdown: also print where the time outside the slowest local phase goes.
+        with_torch: in turn with the same model in PyTorch (benches/torch_worker.py); each round has all of its modes.
+        torch_python: an interpreter that has torch.
+        wire: numbers between processes: float32, bfloat16, int8 or auto.
+        delay: steps by which updates are late, 0 or 1.
         quick: equal and balanced only, few steps, one swap: a smoke test.
     """
     console = Console()
@@ -309,6 +326,9 @@ def main(
         "swaps": swaps,
         "swap_every": swap_every,
         "breakdown": breakdown,
+        "torch": torch_python if with_torch else None,
+        "wire": wire,
+        "delay": delay,
         "solo_s": 1.0 if quick else 2.0,
     }
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that control groups are removed on exit
@@ -348,6 +368,15 @@ def main(
         highlight=False,
     )
     console.print(table_of(by_name, by_round))
+    turns = [message["torch"] for message in messages if "torch" in message]
+    in_torch = figures_of_torch(turns, batch_size) if turns else {}
+    for mode, row in in_torch.items():
+        outside = "" if row["overhead_ms"] is None else f", {row['overhead_ms']:.0f} ms outside the slowest phase"
+        console.print(
+            f"PyTorch {mode}: {row['samples_per_s']:,.0f} samples/s, efficiency "
+            f"{with_error(*mean_and_error(row['efficiency_by_round']))} of {row['ideal']:,.0f}{outside}",
+            highlight=False,
+        )
     for name, row in by_name.items() if breakdown else ():
         console.print(f"{name}:", highlight=False)
         console.print(table_of_causes(row["breakdown"]))
@@ -355,6 +384,8 @@ def main(
     for key in ("samples_per_s", "efficiency", "use", "imbalance", "overhead_share", "overhead_ms", "changes",
                 "recompiles"):  # fmt: skip
         results[key] = {name: row[key] for name, row in by_name.items()}
+    if in_torch:
+        results["torch"] = in_torch
     if breakdown:
         results["breakdown"] = {name: row["breakdown"] for name, row in by_name.items()}
     results["recovery_steps"] = {name: row.get("recovery_steps") for name, row in by_name.items()}
