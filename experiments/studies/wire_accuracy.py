@@ -9,6 +9,7 @@ interval of Student's t. A difference is demonstrated small if the whole interva
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -39,6 +40,7 @@ class Options:
     """write results to this file; seeds that are in it are not run again"""
     models: str = "cnn,transformer"
     seeds: int = 5
+    steps: int = 600
     arms: str = ",".join(name for name in ARMS if "," not in name)
     """formats to compare with float32, comma-separated"""
     quick: bool = False
@@ -63,6 +65,7 @@ def train_and_test(model: str, seed: int, options: dict[str, Any], steps: int) -
     """Test loss and accuracy, in percent, after training in all processes."""
     import optax
 
+    from hetjax import Chunked
     from hetjax.trainer import Trainer
     from hetjax.zoo.tasks import make_task
 
@@ -70,11 +73,10 @@ def train_and_test(model: str, seed: int, options: dict[str, Any], steps: int) -
         task, rate, batch = make_task("text", "transformer", seed=seed, width=64, dropout=0.1), 2e-3, 32
     else:
         dataset = f"idx:{FASHION}" if FASHION.is_dir() else "digits"
-        task, rate, batch = make_task(dataset, "cnn", seed=seed, widths=(16, 32), dropout=0.1), 2e-3, 128
+        task, rate, batch = make_task(dataset, "cnn", seed=seed, widths=(8, 16), dropout=0.1), 4e-3, 128
     schedule = optax.warmup_cosine_decay_schedule(0.0, rate, steps // 10, steps)
-    with Trainer(
-        task.model, optax.adam(schedule), batch_size=batch, controller="equal", seed=seed, **options
-    ) as trainer:
+    given = {"controller": "equal", "engine": Chunked(rungs=[batch // 2]), "seed": seed, **options}
+    with Trainer(task.model, optax.adam(schedule), batch_size=batch, **given) as trainer:
         state, _ = trainer.fit(trainer.init(task.model.params, task.model.model_state), task.train, steps=steps)
         tested = trainer.evaluate(state, task.test)
     return {"loss": float(tested["loss"]), "accuracy": 100 * float(tested["accuracy"])}
@@ -86,26 +88,25 @@ def main(args: Options) -> int:
     from hetjax.fleet.distributed import initialize, leave
 
     initialize(wait_limit=300)
-    seeds, steps = (2, 20) if args.quick else (args.seeds, 1200)
+    seeds, steps = (2, 20) if args.quick else (args.seeds, args.steps)
     found: dict[str, Any] = {}
     if processes.first() and args.json is not None and args.json.exists():
         found = json.loads(args.json.read_text())
     found = processes.gather(found)[0]
-    for model in args.models.split(","):
-        for seed in range(seeds):
-            for arm in ["float32", *(name for name in args.arms.split(",") if name != "float32")]:
-                runs = found.setdefault(model, {}).setdefault(arm, {})
-                if str(seed) in runs:
-                    continue
-                runs[str(seed)] = train_and_test(model, seed, ARMS[arm], steps)
-                if processes.first():
-                    print(f"{model}, seed {seed}, {arm}: {runs[str(seed)]}", flush=True)
-                    if args.json is not None:
-                        args.json.write_text(json.dumps(found, indent=1) + "\n")
-    for model, arms in found.items() if processes.first() else ():
-        for arm, runs in arms.items():
+    arms = ["float32", *(name for name in args.arms.split(",") if name != "float32")]
+    for seed, model, arm in itertools.product(range(seeds), args.models.split(","), arms):
+        runs = found.setdefault(model, {}).setdefault(arm, {})
+        if str(seed) in runs:
+            continue
+        runs[str(seed)] = train_and_test(model, seed, ARMS[arm], steps)
+        if processes.first():
+            print(f"{model}, seed {seed}, {arm}: {runs[str(seed)]}", flush=True)
+            if args.json is not None:
+                args.json.write_text(json.dumps(found, indent=1) + "\n")
+    for model, by_arm in found.items() if processes.first() else ():
+        for arm, runs in by_arm.items():
             if arm != "float32" and len(runs) > 1:
-                pairs = [run["accuracy"] - arms["float32"][seed]["accuracy"] for seed, run in runs.items()]
+                pairs = [run["accuracy"] - by_arm["float32"][seed]["accuracy"] for seed, run in runs.items()]
                 mean, half = interval(pairs)
                 print(f"{model}, {arm} against float32: {mean:+.2f} ± {half:.2f} points, {verdict(pairs)} {BOUND}")
     leave(0, together=True)
