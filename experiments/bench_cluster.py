@@ -22,6 +22,8 @@ noise ceiling   efficiency of the best FIXED split: mean over steps of mean / ma
                 mean times, times (1 - overhead share)
 recovery_steps  steps after a swap of the fastest and slowest worker's quotas until one takes at most 15% longer than
                 before: median over swaps; the number of steps between swaps if none does
+breakdown       with --breakdown: mean milliseconds outside the slowest local phase, by cause, in the slowest process of
+                every step and in each process
 """
 
 from __future__ import annotations
@@ -39,6 +41,9 @@ from typing import Annotated, Any
 
 import numpy as np
 import tyro
+from benches.breakdown import breakdown as breakdown_of
+from benches.breakdown import table as table_of_causes
+from benches.torch_cluster import TorchCluster, figures_of_torch
 from rich.console import Console
 from rich.table import Table
 
@@ -80,6 +85,10 @@ def run_cluster(settings: dict[str, Any], limit: float) -> list[dict[str, Any]]:
             )
             stack.callback(process.kill)
             processes.append(process)
+        torch = None
+        if settings["torch"]:
+            torch = stack.enter_context(TorchCluster(settings["torch"], settings, [group.path for group in groups]))
+            messages.append({"torch_version": torch.version})
         first, timer = processes[0], threading.Timer(limit, lambda: [process.kill() for process in processes])
         timer.daemon = True
         timer.start()
@@ -93,6 +102,10 @@ def run_cluster(settings: dict[str, Any], limit: float) -> list[dict[str, Any]]:
             if "quotas" in message:
                 for group, cores in zip(groups, message["quotas"] or [None] * len(groups), strict=True):
                     group.set(cores)
+                first.stdin.write("done\n")
+                first.stdin.flush()
+            elif "turn" in message:
+                messages += [] if torch is None else [{"torch": torch.turn()}]
                 first.stdin.write("done\n")
                 first.stdin.flush()
             else:
@@ -113,6 +126,9 @@ def joined(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     by_step = ("counts", "times", "step_times")
     stretch = {key: [*first[key], *(x for run in later for x in run[key][1:])] for key in by_step}
     changed = [changed for run in rounds for changed in run["changed"]]
+    if "phases" in first:  # by process
+        runs_P = zip(*(run["phases"] for run in rounds), strict=True)
+        stretch["phases"] = [[*of_first, *(x for run in of_later for x in run[1:])] for of_first, *of_later in runs_P]
     return stretch | {"changed": changed, "recompiles": sum(run["recompiles"] for run in rounds)}
 
 
@@ -254,6 +270,11 @@ def main(
     update: str = "auto",
     swaps: int = 5,
     swap_every: int = 30,
+    breakdown: bool = False,
+    with_torch: bool = False,
+    torch_python: str = sys.executable,
+    wire: str = "float32",
+    delay: int = 0,
     quick: bool = False,
 ) -> int:
     """Compare controllers on processes under real CPU quotas.
@@ -270,6 +291,11 @@ def main(
         update: sharded, replicated or auto.
         swaps: number of swaps of the fastest and slowest worker's quotas.
         swap_every: steps between swaps.
+        breakdown: also print where the time outside the slowest local phase goes.
+        with_torch: in turn with the same model in PyTorch (benches/torch_worker.py); each round has all of its modes.
+        torch_python: an interpreter that has torch.
+        wire: numbers between processes: float32, bfloat16, int8 or auto.
+        delay: steps by which updates are late, 0 or 1.
         quick: equal and balanced only, few steps, one swap: a smoke test.
     """
     console = Console()
@@ -299,6 +325,10 @@ def main(
         "update": update,
         "swaps": swaps,
         "swap_every": swap_every,
+        "breakdown": breakdown,
+        "torch": torch_python if with_torch else None,
+        "wire": wire,
+        "delay": delay,
         "solo_s": 1.0 if quick else 2.0,
     }
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that control groups are removed on exit
@@ -322,6 +352,8 @@ def main(
         used[name] = use_by_round(in_rounds)
         means = {"efficiency": float(np.mean(by_round[name])), "use": float(np.mean(used[name]))}
         by_name[name] = figures(quiet, batch_size) | means
+        if breakdown:
+            by_name[name]["breakdown"] = breakdown_of(quiet, SKIP)
         if name == "balanced":
             ceiling, moved = noise_ceiling(quiet, by_name[name]["overhead_share"]), unrest(quiet)
         if swaps:
@@ -336,10 +368,26 @@ def main(
         highlight=False,
     )
     console.print(table_of(by_name, by_round))
+    turns = [message["torch"] for message in messages if "torch" in message]
+    in_torch = figures_of_torch(turns, batch_size) if turns else {}
+    for mode, row in in_torch.items():
+        outside = "" if row["overhead_ms"] is None else f", {row['overhead_ms']:.0f} ms outside the slowest phase"
+        console.print(
+            f"PyTorch {mode}: {row['samples_per_s']:,.0f} samples/s, efficiency "
+            f"{with_error(*mean_and_error(row['efficiency_by_round']))} of {row['ideal']:,.0f}{outside}",
+            highlight=False,
+        )
+    for name, row in by_name.items() if breakdown else ():
+        console.print(f"{name}:", highlight=False)
+        console.print(table_of_causes(row["breakdown"]))
     results: dict[str, Any] = {"ideal_samples_per_s": ideal}
     for key in ("samples_per_s", "efficiency", "use", "imbalance", "overhead_share", "overhead_ms", "changes",
                 "recompiles"):  # fmt: skip
         results[key] = {name: row[key] for name, row in by_name.items()}
+    if in_torch:
+        results["torch"] = in_torch
+    if breakdown:
+        results["breakdown"] = {name: row["breakdown"] for name, row in by_name.items()}
     results["recovery_steps"] = {name: row.get("recovery_steps") for name, row in by_name.items()}
     if "balanced" in by_name:
         console.print(f"noise ceiling of a fixed split {ceiling:.3f}, unrest {moved:.1f}", highlight=False)

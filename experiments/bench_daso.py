@@ -9,6 +9,8 @@ Methods:
 
     allreduce        gradients summed over all nodes in every step, in 32 bits: the paper's control
     allreduce-16     the same in 16 bits: the control for methods that send 16 bits
+    wire-16, wire-8  hetjax's exchange in every step, gradients and parameters in 16 or 8 bits, with error feedback
+    delay, wire-16-delay, wire-8-delay    the same, and updates late by one step; behind real links only
     daso             the defaults, in 16 bits; daso-32: in 32; daso-paper: as published, 32 bits while cycling
     local-sgd        the same number and size of exchanges as daso, but nodes block on each of them; local-sgd-32
     ...-unequal      the last node has half a core: samples in proportion to speed;
@@ -53,6 +55,7 @@ from hetjax.launch.quotas import CpuQuota, QuotasRefused, remove_stale
 
 NODE = Path(__file__).with_name("benches") / "daso_node.py"
 FASHION = Path("/usr/share/datasets/fashion-mnist")
+PARAMETERS = 1_068_810
 SLOW = 0.5  # cores of the last node, if nodes are unequal
 WORTH = 0.1  # share of an epoch's time to be saved: less is no advantage
 _MBIT = re.compile(r"([\d.e+]+) Mbit/s( \(simulated\))?")
@@ -60,6 +63,12 @@ _MBIT = re.compile(r"([\d.e+]+) Mbit/s( \(simulated\))?")
 METHODS: dict[str, tuple[str, dict[str, Any], bool]] = {  # sync, its options, unequal nodes
     "allreduce": ("allreduce", {}, False),
     "allreduce-16": ("allreduce-16", {}, False),
+    "wire-16": ("allreduce", {"wire": "bfloat16"}, False),
+    "wire-8": ("allreduce", {"wire": "int8"}, False),
+    "wire-auto": ("allreduce", {"wire": "auto"}, False),
+    "delay": ("allreduce", {"delay": 1}, False),
+    "wire-16-delay": ("allreduce", {"wire": "bfloat16", "delay": 1}, False),
+    "wire-8-delay": ("allreduce", {"wire": "int8", "delay": 1}, False),
     "daso": ("daso", {}, False),
     "daso-32": ("daso", {"wire": "full"}, False),
     "daso-paper": ("daso", {"faithful": True}, False),
@@ -235,6 +244,11 @@ def over_seeds(runs: list[dict[str, Any]]) -> dict[str, Any]:
     return means | {"seeds": len(runs), "runs": runs}
 
 
+def floor(mbit: float, parameters: int, steps: int, nodes: int, bits: int) -> float:
+    """Seconds an epoch's exchanges take at least on a link: a node sends and receives its share of sums and results."""
+    return steps * 2 * (nodes - 1) / nodes * parameters * bits / (mbit * 1e6) if mbit else 0.0
+
+
 def show(results: dict[str, Any], console: Console) -> None:
     """Print a table per link, at most 80 columns wide; a dash for what was not measured."""
     number = lambda value, digits=2: "-" if value is None else f"{value:.{digits}f}"
@@ -316,6 +330,9 @@ def main(args: Options) -> int:
             methods = results.setdefault(link_name, {})
             for name in names:
                 sync, options, unequal = METHODS[name]
+                if link is not None and {"wire", "delay"} & set(options) and sync == "allreduce":
+                    console.print(f"{name} is skipped: it takes real links", highlight=False)
+                    continue
                 spec = {"sync": sync, "options": options, "link": link, "dataset": dataset, "tested": 10_000}
                 spec |= {field: getattr(args, field) for field in ("epochs", "samples", "batch", "rate")}
                 try:
@@ -331,6 +348,10 @@ def main(args: Options) -> int:
                 if args.json is not None:
                     args.json.write_text(json.dumps(results, indent=1))
     show(results, console)
+    steps = -(-args.samples // args.batch)
+    for mbit in (float(part) for part in args.links.split(",") if float(part)):
+        least = [f"{floor(mbit, PARAMETERS, steps, args.nodes, bits):.2f} s in {bits} bits" for bits in (32, 16, 8)]
+        console.print(f"{mbit:g} Mbit/s: at least {', '.join(least)} an epoch, for an exchange in every step")
     for sentence in break_even(results):
         console.print(sentence, highlight=False)
     return 0

@@ -202,6 +202,16 @@ def check_update(sync: Sync, update: str) -> None:
         )
 
 
+def check_exchange(sync: Sync, wire: str, delay: int) -> None:
+    """Refuse options of the exchange in every step with a sync that exchanges otherwise."""
+    for name, value in (("wire", wire), ("delay", delay)):
+        if sync.name != "allreduce" and value not in ("float32", "auto", 0):
+            raise ValueError(
+                f"{name}={value!r} is an option of the sync 'allreduce', and {sync.name!r} exchanges in its own way. "
+                "Leave it out."
+            )
+
+
 def check_bucketed(sync: Sync, partition: str) -> None:
     """Refuse what divides samples by number alone, for samples of unequal length."""
     if not sync.stepped or sync.name == "daso" or partition != "global":
@@ -355,6 +365,8 @@ def check_alike(step: Any, state: State) -> None:
         compute_dtype=step.sessions.dtypes,
         update=[step.options.update, step.clip_norm],
         memory=[worker.memory for worker in step.workers.members] if step.workers.by_host else None,
+        wire=step.options.wire,
+        delay=step.options.delay,
         on_nonfinite=[step.nonfinite.policy, step.nonfinite.max_skips],
     )
 

@@ -6,12 +6,27 @@ hetjax.pack    rows are laid out and sent to the devices, while the step before 
 hetjax.local   one worker's local phase, in that worker's thread
 hetjax.wait    the host waits for the slowest local phase
 hetjax.reduce  the sum and the update are started; between processes with `host`, also the exchange
+hetjax.place   new parameters go to the devices
 hetjax.report  the host reads the report, the only array of a step that it reads
+
+Between processes, `hetjax.reduce` consists of
+
+hetjax.copy     sums of the own workers come to the host
+hetjax.send     they are handed to the carrier
+hetjax.meet     wait until all processes have sent their loss and slots: until the slowest has finished
+hetjax.receive  an owner waits for the pieces of others
+hetjax.add      it adds them
+hetjax.check    it looks for values that are not finite
+hetjax.update   it applies the optimizer
+hetjax.return   it hands the result to the carrier
+hetjax.gather   wait for the results of other owners
+hetjax.store    write them to the own copy of the parameters
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +38,49 @@ from hetjax.arguments import whole
 log = logging.getLogger("hetjax")
 
 
-def phase(name: str, **values: Any) -> jax.profiler.TraceAnnotation:
-    """A context that appears in a trace as `hetjax.NAME`, with these values."""
-    return jax.profiler.TraceAnnotation(f"hetjax.{name}", **values)
+class phase(jax.profiler.TraceAnnotation):
+    """A context that appears in a trace as `hetjax.NAME`, with these values, and in `Seconds`."""
+
+    def __init__(self, name: str, **values: Any):
+        super().__init__(f"hetjax.{name}", **values)
+        self._name = name
+
+    def __enter__(self) -> Any:
+        self._began = time.perf_counter()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        if Seconds.current is not None:
+            Seconds.current.add(self._name, time.perf_counter() - self._began)
+        return super().__exit__(*error)
 
 
 def step(number: int) -> jax.profiler.StepTraceAnnotation:
     """A context that appears in a trace as one step of the run."""
     return jax.profiler.StepTraceAnnotation("hetjax.step", step_num=number)
+
+
+class Seconds:
+    """The seconds of each phase on the host's threads, without a profiler; one object at a time collects them."""
+
+    current: Seconds | None = None
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, float] = {}
+        Seconds.current = self
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add to a phase."""
+        self._by_name[name] = self._by_name.get(name, 0.0) + seconds
+
+    def take(self) -> dict[str, float]:
+        """The seconds since the last call."""
+        taken, self._by_name = self._by_name, {}
+        return taken
+
+    def end(self) -> None:
+        """Collect no more."""
+        Seconds.current = None
 
 
 class Profile:

@@ -86,7 +86,7 @@ jax.tree_util.register_pytree_node(Deferred, lambda part: ((part.gather(),), Non
 
 def gathered(state: State, *names: str) -> State:
     """The state with these parts (default: all) gathered where they are deferred; collective if there are any."""
-    parts = {name: getattr(state, name) for name in names or ("opt_state", "ema", "params", "model_state")}
+    parts = {name: getattr(state, name) for name in names or ("opt_state", "ema", "params", "model_state", "more")}
     return replace(state, **{name: part.gather() for name, part in parts.items() if isinstance(part, Deferred)})
 
 

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import optax
 
-from hetjax import processes
+from hetjax import processes, profiling
 from hetjax.fleet.distributed import initialize, leave
 from hetjax.history import History, Record
 from hetjax.planning import controllers
@@ -67,6 +67,12 @@ class Parent:
         if self.connected and not sys.stdin.readline():
             raise RuntimeError("The parent process has exited.")
 
+    def give_turn(self) -> None:
+        """Let PyTorch run, if it takes part, and wait."""
+        self.send(turn=True)
+        if self.connected and not sys.stdin.readline():
+            raise RuntimeError("The parent process has exited.")
+
 
 class Quotas:
     """A hook that requests quotas after given steps of a run; 0: before the first."""
@@ -80,6 +86,20 @@ class Quotas:
     def __call__(self, record: Record, state: State) -> None:
         if (quotas := self.by_step.get(record.step - self.before)) is not None:
             self.parent.request(quotas)
+
+
+class Phases:
+    """A hook that keeps the seconds of this process's phases in every step."""
+
+    def __init__(self) -> None:
+        self.by_step: list[dict[str, float]] = []
+        self._seconds = profiling.Seconds()
+
+    def __call__(self, record: Record, state: State) -> None:
+        self.by_step.append({name: round(seconds, 6) for name, seconds in self._seconds.take().items()})
+
+    def end(self, history: History) -> None:
+        self._seconds.end()
 
 
 def solo_rates(trainer: Trainer, state: State, data: Any, quotas: Sequence[float], seconds: float) -> list[float]:
@@ -120,7 +140,7 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     everywhere = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(everywhere)})  # XLA starts a thread per core it may use; use one
-    info = initialize(wait_limit=120)
+    info = initialize(wait_limit=600)
     jax.devices()
     for thread in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(thread), everywhere)
@@ -131,7 +151,8 @@ def main() -> None:
         "label": rng.integers(0, 10, 4 * batch).astype(np.int32),
     }
     params = init_cnn(settings["hidden"])
-    options = {"controller": "equal", "wait_limit": 120, "update": settings["update"]}
+    options = {"controller": "equal", "wait_limit": 600}
+    options |= {name: settings[name] for name in ("update", "wire", "delay")}
     with Trainer(loss_fn, optax.sgd(0.01), batch_size=batch, **options) as trainer:
         state, _ = trainer.fit(trainer.init(params), data, steps=2)
         (ladder,) = trainer.step.engine.ladders.values()
@@ -145,8 +166,10 @@ def main() -> None:
             nonlocal state
             trainer.controller = controller
             parent.request(None)  # compile at full speed
-            state, history = trainer.fit(state, data, steps=steps, hooks=[Quotas(parent, by_step, state.step)])
-            return summary(history)
+            phases = Phases() if settings["breakdown"] else None
+            hooks = [Quotas(parent, by_step, state.step), *([] if phases is None else [phases])]
+            state, history = trainer.fit(state, data, steps=steps, hooks=hooks)
+            return summary(history) | ({} if phases is None else {"phases": processes.gather(phases.by_step)})
 
         def solo() -> None:
             parent.request(quotas)
@@ -160,6 +183,7 @@ def main() -> None:
             for name in names[first:] + names[:first]:
                 parent.send(controller=name, quiet=run(quiet[name], {0: quotas}, steps))
                 solo()
+            parent.give_turn()
         every, swaps, other = settings["swap_every"], settings["swaps"], swapped(quotas)
         by_step = {0: quotas} | {every * k: other if k % 2 else quotas for k in range(1, swaps + 1)}
         for name, controller in fresh().items() if swaps else ():

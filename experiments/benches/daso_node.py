@@ -30,6 +30,7 @@ from hetjax.trainer import Trainer  # noqa: E402
 from hetjax.zoo.tasks import classification  # noqa: E402
 
 WORKERS = 2  # of a node
+BITS = {"bfloat16": 16, "int8": 8}
 LAYERS = (784, 1024, 256, 10)  # 1,068,810 parameters
 
 
@@ -81,6 +82,7 @@ def make_trainer(spec: dict[str, Any], sync: Any) -> Trainer:
         devices=chosen_devices(WORKERS),
         seed=spec["seed"],
         engine=Chunked(rungs=[8, 32, 128, 256]),
+        **(spec["options"] if isinstance(sync, AllReduce) else {}),
     )
 
 
@@ -116,7 +118,9 @@ def main(spec: dict[str, Any]) -> None:
         journal = [record._asdict() for record in sync.reduce.journal] if isinstance(sync, Daso) else []
         exchanges, size = len(journal), sum(record["bytes"] for record in journal)
         if not isinstance(sync, Daso):  # one all-reduce of gradients per step
-            exchanges, size = steps, steps * bytes_sent("total", jax.tree.leaves(snapshots[0]), processes.count())
+            bits = BITS.get(spec["options"].get("wire", "float32"), 32)
+            size = steps * bytes_sent("total", jax.tree.leaves(snapshots[0]), processes.count()) * bits // 32
+            exchanges = steps
         result = {"epochs": epochs, "journal": journal, "exchanges": exchanges, "bytes": size}
         print("result", json.dumps(result), flush=True)
     leave(0, together=True)

@@ -207,6 +207,8 @@ def train(
         speeds=simulation,
         capacity=setup.whole_numbers("--capacity", config.workers.capacity),
         ema_decay=config.optimizer.ema,
+        wire=config.processes.wire,
+        delay=config.processes.delay,
         seed=config.output.seed,
         on_nonfinite=config.optimizer.on_nonfinite,
         max_skips=config.optimizer.max_skips,

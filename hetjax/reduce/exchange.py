@@ -9,15 +9,19 @@ network and adding overlap. All processes add the same numbers in the same order
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from hetjax import profiling
 from hetjax.reduce.finite import LARGE, NONFINITE
+from hetjax.reduce.same_host import SameHost
 
 Runs = list[np.ndarray]
 Run = tuple[int, int, int]  # (part, start, stop)
+Frames = Sequence[Any]
+Read = Callable[[Frames, int, int], Runs]
 
 _TAIL = 0  # number of the message with the tail; pieces follow
 
@@ -36,6 +40,8 @@ class SumExchange:
         self.channel, self.process = channel, process
         self.runs, self.dtype = runs, np.dtype(dtype)
         self.owners = [process] * len(runs)  # of each piece
+        self.same_host = SameHost([sum(stop - start for _, start, stop in piece) for piece in runs], self.dtype)
+        self.cut: frozenset[int] = frozenset()  # pieces whose sums travel in another form than they have
         self._sent: dict[int, list[Any]] = {}  # trackers of results, whose buffers are used again
         self._totals: dict[int, Runs] = {}
 
@@ -44,61 +50,114 @@ class SumExchange:
         """The pieces of this process."""
         return [k for k, owner in enumerate(self.owners) if owner == self.process]
 
-    def send(self, parts: Sequence[np.ndarray] | None, tail: np.ndarray, listeners: Sequence[int]) -> None:
+    def runs_of(self, parts: Sequence[np.ndarray], k: int) -> Runs:
+        """The runs of a piece in the parts of a vector."""
+        return [parts[part][start:stop] for part, start, stop in self.runs[k]]
+
+    def send(self, frames_of: Callable[[int], Frames] | None, tail: np.ndarray, listeners: Sequence[int]) -> None:
         """Start a round: send the tail to all listeners, and the pieces of the sums to their owners.
 
         Args:
-            parts: the sums of this process, which must not change before the next round; None: it has none.
+            frames_of: the runs of a piece, or its frames if it is in `self.cut`; they must not change before the next
+                round. None: this process has no sums.
             tail: its tail.
             listeners: other processes that receive the tail.
         """
-        for peer in listeners:
-            self.channel.send(peer, _TAIL, [tail])
-        if parts is None:
-            return
-        for k, owner in enumerate(self.owners):
-            if owner != self.process:
-                self.channel.send(owner, 1 + k, [parts[part][start:stop] for part, start, stop in self.runs[k]])
+        with profiling.phase("send"):
+            for peer in listeners:
+                self.channel.send(peer, _TAIL, [tail])
+            for k, owner in enumerate(self.owners if frames_of is not None else ()):
+                if owner != self.process:
+                    assert frames_of is not None
+                    frames = frames_of(k)
+                    if owner in self.same_host.readers and k not in self.cut:
+                        np.concatenate(frames, out=self.same_host.sums(k))
+                        frames = []
+                    self.channel.send(owner, 1 + k, frames)
 
     def tail(self, own: np.ndarray | None, senders: Sequence[int]) -> np.ndarray:
         """The sum of all tails, in process order; `own`: None for a process that sends none."""
         total: np.ndarray | None = None
-        for sender in senders:
-            one = own if sender == self.process else self._read(self.channel.receive(sender, _TAIL)[0])
-            assert one is not None
-            total = one.copy() if total is None else total + one
+        with profiling.phase("meet"):
+            for sender in senders:
+                one = own if sender == self.process else self._read(self.channel.receive(sender, _TAIL)[0])
+                assert one is not None
+                total = one.copy() if total is None else total + one
         assert total is not None
         return total
 
-    def total(self, k: int, parts: Sequence[np.ndarray] | None, senders: Sequence[int]) -> Runs:
-        """The sums of an own piece over these processes, in process order."""
-        for tracker in self._sent.pop(k, []):
-            tracker.wait(self.channel.carrier.wait_limit)
+    def total(self, k: int, own: Callable[[], Runs], senders: Sequence[int], read: Read | None = None) -> Runs:
+        """The sums of an own piece over these processes, in process order.
+
+        Args:
+            k: number of the piece.
+            own: the runs of this process, if it is among the senders.
+            senders: processes with sums.
+            read: (frames, sender, slot) -> runs, for a piece that travels cut; it may use two slots of memory in turn.
+        """
+        with profiling.phase("receive"):
+            for tracker in self._sent.pop(k, []):
+                tracker.wait(self.channel.carrier.wait_limit)
         sums = self._totals.setdefault(k, [np.empty(stop - start, self.dtype) for _, start, stop in self.runs[k]])
         held: Runs | None = None  # the first summand: added to the second one without a copy
         for number, sender in enumerate(senders):
             if sender == self.process:
-                assert parts is not None
-                came = [parts[part][start:stop] for part, start, stop in self.runs[k]]
+                came = own()
             else:
-                came = [self._read(frame) for frame in self.channel.receive(sender, 1 + k)]
+                with profiling.phase("receive"):
+                    frames = self.channel.receive(sender, 1 + k)
+                if read is None:
+                    came = self._runs_of(k, frames, self.same_host.sums, sender)
+                else:
+                    came = read(frames, sender, min(number, 1))
             if number == 0:
                 held = came
                 continue
-            for run, (first, other) in zip(sums, zip(held or sums, came, strict=True), strict=True):
-                np.add(first, other, out=run)
+            with profiling.phase("add"):
+                for run, (first, other) in zip(sums, zip(held or sums, came, strict=True), strict=True):
+                    np.add(first, other, out=run)
+            held = None
+        if held is not None and read is not None:  # its memory is used again
+            for run, only in zip(sums, held, strict=True):
+                run[:] = only
             held = None
         return held if held is not None else sums
 
-    def publish(self, k: int, header: np.ndarray, runs: Sequence[np.ndarray], to: Sequence[int]) -> None:
-        """Send the result of an own piece; its buffers must not change before the next but one round."""
-        number = 1 + len(self.owners) + k
-        self._sent[k] = [self.channel.send(peer, number, [header, *runs]) for peer in to if peer != self.process]
+    def publish(
+        self, k: int, header: np.ndarray, runs: Sequence[np.ndarray], to: Sequence[int], like_sums: bool = True
+    ) -> None:
+        """Send the result of an own piece; its buffers must not change before the next but one round.
 
-    def result(self, k: int) -> tuple[np.ndarray, list[memoryview]]:
-        """The header and the frames of another process's result."""
-        header, *runs = self.channel.receive(self.owners[k], 1 + len(self.owners) + k)
+        Args:
+            k: number of the piece.
+            header: a few values.
+            runs: the result.
+            to: processes that receive it.
+            like_sums: whether the result has the runs of the piece. Otherwise it is any frames.
+        """
+        number = 1 + len(self.owners) + k
+        with profiling.phase("return"):
+            near = [peer for peer in to if like_sums and peer in self.same_host.readers]
+            if near:
+                np.concatenate(runs, out=self.same_host.result(k))
+            for peer in near:
+                self.channel.send(peer, number, [header])
+            far = [peer for peer in to if peer not in near and peer != self.process]
+            self._sent[k] = [self.channel.send(peer, number, [header, *runs]) for peer in far]
+
+    def result(self, k: int, like_sums: bool = True) -> tuple[np.ndarray, Sequence[Any]]:
+        """The header and the runs of another process's result, or its frames; they are valid in this round only."""
+        with profiling.phase("gather"):
+            header, *frames = self.channel.receive(self.owners[k], 1 + len(self.owners) + k)
+        runs = self._runs_of(k, frames, self.same_host.result, self.owners[k]) if like_sums else frames
         return np.frombuffer(header, np.float64), runs
+
+    def _runs_of(self, k: int, frames: Sequence[Any], place: Any, peer: int) -> Runs:
+        """The runs of a piece that came in frames, or without any by shared memory."""
+        if frames:
+            return [self._read(frame) for frame in frames]
+        cuts = np.cumsum([stop - start for _, start, stop in self.runs[k]])[:-1]
+        return np.split(place(k, peer), cuts)
 
     def vector_sum(self, own: np.ndarray, members: Sequence[int]) -> np.ndarray:
         """The sum of a short float64 vector over these processes, in process order; all of them call this."""

@@ -6,13 +6,14 @@ Every process receives the totals and applies the same update; `hetjax.reduce.sh
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from hetjax import processes
+from hetjax import processes, profiling
 from hetjax.devices.compile import compile_for, expected
 from hetjax.devices.workers import Workers
 from hetjax.reduce.base import OnDemand, Replicas
@@ -41,6 +42,7 @@ class HostSums:
     """
 
     name = "host"
+    all_take_part = False  # also processes without samples that own nothing
 
     def __init__(self, workers: Workers, layout: Layout, pieces: Sequence[Piece], share_P: np.ndarray):
         self.workers, self.layout, self.me, self.pieces = workers, layout, workers.process, pieces
@@ -71,7 +73,7 @@ class HostSums:
 
     def involved(self, step: PlannedStep) -> list[int]:
         """Processes that exchange something in a step: those with samples, and owners."""
-        return sorted({*self.contributors(step), *self.owners})
+        return self.everyone if self.all_take_part else sorted({*self.contributors(step), *self.owners})
 
     # -- sums --
 
@@ -164,35 +166,39 @@ class HostReplicated(HostSums):
         self, core: Any, parts_w: Sequence[Parts], slots_w: Sequence[list[float]], step: PlannedStep
     ) -> tuple[Any, np.ndarray]:
         exchange, senders = self.exchange, self.contributors(step)
-        parts = self.local_sums(parts_w, step) if self.me in senders else None
-        tail = self.own_tail(parts, slots_w)
+        with profiling.phase("copy"):
+            parts = self.local_sums(parts_w, step) if self.me in senders else None
+            tail = self.own_tail(parts, slots_w)
         others = [process for process in self.everyone if process != self.me]
-        exchange.send(parts, tail, others)
+        exchange.send(None if parts is None else partial(exchange.runs_of, parts), tail, others)
         tail = exchange.tail(tail, self.everyone)
         level, mine = 0.0, exchange.own
         for k in mine:
-            runs = exchange.total(k, parts, senders)
-            header = np.array([level_of(runs, sum_of_squares(runs))])
+            runs = exchange.total(k, partial(exchange.runs_of, parts or [], k), senders)
+            with profiling.phase("check"):
+                header = np.array([level_of(runs, sum_of_squares(runs))])
             exchange.publish(k, header, runs, others)
             self._store(k, runs)
             level = max(level, header[0])
         for k in range(len(exchange.owners)):
             if k not in mine:
-                header, frames = exchange.result(k)
-                self._store(k, frames)
+                header, result = exchange.result(k)
+                self._store(k, result)
                 level = max(level, header[0])
         values = tail[: self.layout.values]
         self._totals[-1][len(self._totals[-1]) - len(values) :] = values
         level = max(level, level_of([values], sum_of_squares([values])))
         bad = False
         if self._apply is not None:
-            core, flag = self._apply(core, tuple(self._totals), np.asarray(level, self.layout.dtype))
-            bad = bool(flag)
+            with profiling.phase("update"):
+                core, flag = self._apply(core, tuple(self._totals), np.asarray(level, self.layout.dtype))
+                bad = bool(flag)
         return core, self.report_bad(tail, level, bad, parts_w, self.everyone)
 
     def _store(self, k: int, runs: Sequence[Any]) -> None:
-        for (part, start, stop), run in zip(self.exchange.runs[k], runs, strict=True):
-            self._totals[part][start:stop] = np.frombuffer(run, self.layout.dtype)
+        with profiling.phase("store"):
+            for (part, start, stop), run in zip(self.exchange.runs[k], runs, strict=True):
+                self._totals[part][start:stop] = run
 
     def replicas(self, core: Any, tail: Any) -> Replicas:
         leaves = jax.tree.leaves(core[:2])

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hetjax import profiling
 from hetjax.devices.compile import compile_for, expected
 from hetjax.devices.workers import Workers, device_kind
 from hetjax.reduce.base import OnDemand, Replicas
@@ -73,6 +74,7 @@ class HostSharded(HostSums):
     """
 
     may_sit_out = True
+    has_masters = False  # owners keep parameters of their own
 
     def __init__(
         self,
@@ -92,6 +94,7 @@ class HostSharded(HostSums):
         self.constants = with_trained(params, jax.tree.map(lambda x: np.zeros(0, x.dtype), self.trained))
         self.slices = StateSlices(rule.optimizer, self.trained, rule.granularity)
         super().__init__(workers, layout, cut(layout.places, rule.granularity), self.share_P)
+        self._plain = range(len(self.pieces))  # pieces whose results have their runs
         self._buffers = [[_aligned(n, layout.dtype) for n in layout.grad_sizes] for _ in range(2)]
         self._programs: dict[int, PieceProgram] = {}
         self._small = self._compile_small()
@@ -113,6 +116,8 @@ class HostSharded(HostSums):
             piece = self.pieces[k]
             mine = None if averages is None else _runs(averages, piece)
             owned[k] = self._program(k).place(OwnedPiece(self.slices.cut(opt_state, piece.ranges), mine))
+            if self.has_masters:
+                owned[k].masters = [run.copy() for run in _runs(vector, piece)]
         model_state = jax.tree.map(np.asarray, model_state)
         return HostCore(vector, model_state, owned, frozenset(self.everyone))
 
@@ -148,51 +153,90 @@ class HostSharded(HostSums):
             exchange.note(np.asarray(slots_w, np.float64), involved[0])
             tail = exchange.heard(involved[0])
             exchange.end()
-            return (core if self._left_out(tail) else replace(core, fresh=frozenset(involved))), tail
-        parts = self.local_sums(parts_w, step) if self.me in senders else None
-        tail = self.own_tail(parts, slots_w)
+            left_out = self._left_out(tail)
+            self._end(step, applied=not left_out)
+            return (core if left_out else replace(core, fresh=frozenset(involved))), tail
+        with profiling.phase("copy"):
+            parts = self.local_sums(parts_w, step) if self.me in senders else None
+            tail = self.own_tail(parts, slots_w)
         self.speak_for_absent(tail, involved, step)
-        exchange.send(parts, tail, [process for process in involved if process != self.me])
+        if parts is None and self.me in senders:  # its last sum: see `HostCut`
+            parts = [np.zeros(size, self.layout.dtype) for size in self.layout.sizes]
+        frames_of = None if parts is None else partial(self._frames, parts, step)
+        exchange.send(frames_of, tail, [process for process in involved if process != self.me])
         tail = exchange.tail(tail, involved)
         values = tail[: self.layout.values]
         loss, weight = float(values[0]), float(values[1])
         level = level_of([values], sum_of_squares([values]))
         if level >= NONFINITE or not weight > 0:  # known to all before anything else is sent
             self._drain(senders)
+            self._end(step, applied=False)
             return core, self.report_bad(tail, level, False, parts_w, involved)
-        totals = {k: exchange.total(k, parts, senders) for k in self._own_pieces()} if self.rule.clip_norm else {}
+        total = partial(self._total, parts, step, senders)
+        totals = {k: total(k) for k in self._own_pieces()} if self.rule.clip_norm else {}
         scale = self._scale(totals, weight) if self.rule.clip_norm else 1.0
         new = self._buffers[core.vector is self._buffers[0]]
         owned, bad, model_state = dict(core.owned), False, core.model_state
+        sent: Sequence[Any]
         for k in exchange.own:
-            runs = totals[k] if k in totals else exchange.total(k, parts, senders)
-            own_level = level_of(runs, sum_of_squares(runs))
+            runs = totals[k] if k in totals else total(k)
+            with profiling.phase("check"):
+                own_level = level_of(runs, sum_of_squares(runs))
             if k == self.state_piece:
-                model_state, result = self._advanced(core.model_state, runs)
+                model_state, sent = self._advanced(core.model_state, runs)
                 header = np.array([own_level, 0.0])
             else:
-                piece = self.pieces[k]
-                result, owned[k], wrong = self._programs[k](
-                    _runs(core.vector, piece), core.owned[k], runs, weight, loss, scale, own_level
-                )
+                with profiling.phase("update"):
+                    params, owned[k], wrong = self._programs[k](
+                        self._updated(core, k), core.owned[k], runs, weight, loss, scale, own_level
+                    )
                 header = np.array([own_level, wrong])
-                _store(new, piece, result)
-            exchange.publish(k, header, result, involved)
+                sent = self._store_own(new, core, owned, k, params)
+            exchange.publish(k, header, sent, involved, like_sums=k in self._plain)
             level, bad = max(level, header[0]), bad or bool(header[1])
         for k in range(len(exchange.owners)):
             if exchange.owners[k] == self.me:
                 continue
-            header, frames = exchange.result(k)
+            header, result = exchange.result(k, like_sums=k in self._plain)
             if k == self.state_piece:
-                model_state = self._read_state(core.model_state, frames)
+                model_state = self._read_state(core.model_state, result)
             else:
-                _store(new, self.pieces[k], frames)
+                self._store_result(new, core, k, result)
             level, bad = max(level, header[0]), bad or bool(header[1])
         bad = bad and level < NONFINITE
         tail = self.report_bad(tail, level, bad, parts_w, involved)
+        self._end(step, applied=level < NONFINITE and not bad)
         if level >= NONFINITE or bad:  # the old core is intact
             return core, tail
         return HostCore(new, model_state, owned, frozenset(involved)), tail
+
+    # -- the form in which pieces travel: as they are (`HostCut` overrides these) --
+
+    def _frames(self, parts: list[np.ndarray], step: PlannedStep, k: int) -> Sequence[Any]:
+        """What this process sends to the owner of a piece."""
+        return self.exchange.runs_of(parts, k)
+
+    def _total(self, parts: list[np.ndarray] | None, step: PlannedStep, senders: Sequence[int], k: int) -> Runs:
+        """The sums of an own piece."""
+        return self.exchange.total(k, lambda: self.exchange.runs_of(parts or [], k), senders)
+
+    def _updated(self, core: HostCore, k: int) -> Runs:
+        """The parameters that the update of an own piece starts from."""
+        return _runs(core.vector, self.pieces[k])
+
+    def _store_own(
+        self, new: list[np.ndarray], core: HostCore, owned: dict[int, OwnedPiece], k: int, params: Runs
+    ) -> Sequence[Any]:
+        """Store the new parameters of an own piece; what the others receive."""
+        store(new, self.pieces[k], params)
+        return params
+
+    def _store_result(self, new: list[np.ndarray], core: HostCore, k: int, result: Sequence[Any]) -> None:
+        """Store what the owner of a piece has sent."""
+        store(new, self.pieces[k], result)
+
+    def _end(self, step: PlannedStep, applied: bool) -> None:
+        """A step has ended, with or without an effect."""
 
     def _scale(self, totals: dict[int, Runs], weight: float) -> float:
         """The factor of clipping by the global norm, from the sums of squares of all owners."""
@@ -294,7 +338,12 @@ class HostSharded(HostSums):
 
     def replicas(self, core: HostCore, tail: Any) -> Replicas:
         """Parameters and model state on each worker's device, placed when the worker has something to compute."""
-        placed = OnDemand(len(self.workers.own), lambda k: self._on_device(core, self.workers.own[k]))
+
+        def place(k: int) -> list[jax.Array]:
+            with profiling.phase("place"):
+                return self._on_device(core, self.workers.own[k])
+
+        placed = OnDemand(len(self.workers.own), place)
         return Replicas(
             placed,
             OnDemand(len(self.workers.own), lambda k: placed[k][-1]),
@@ -371,7 +420,7 @@ class HostSharded(HostSums):
         for k, piece in enumerate(self.pieces):
             like = [jax.ShapeDtypeStruct((stop - start,), self.layout.dtype) for _, start, stop in piece.runs]
             own = [np.asarray(run) for run in core.owned[k].ema or []] if k in core.owned else None
-            _store(vector, piece, self._shared(self.exchange.owners[k], own, like))
+            store(vector, piece, self._shared(self.exchange.owners[k], own, like))
         return with_trained(self.constants, self._tree(vector, copy=True))
 
     def _shared(self, owner: int, own: list[np.ndarray] | None, like: Sequence[Any]) -> list[np.ndarray]:
@@ -444,7 +493,8 @@ class HostSharded(HostSums):
                 continue
             if self.me == old:
                 mine = owned.pop(k)
-                arrays = [np.asarray(x) for x in (*map(data_of, jax.tree.leaves(mine.opt_state)), *(mine.ema or []))]
+                leaves = map(data_of, jax.tree.leaves(mine.opt_state))
+                arrays = [np.asarray(x) for x in (*leaves, *(mine.ema or []), *(mine.masters or []))]
                 self.exchange.tell([new], *_chunks(_bytes(arrays)))
             elif self.me == new:
                 program = self._program(k)
@@ -453,11 +503,14 @@ class HostSharded(HostSums):
                 kinds = [
                     *(jax.eval_shape(data_of, x) for x in like),
                     *(runs if self.rule.ema_decay is not None else []),
+                    *(runs if self.has_masters else []),
                 ]
                 values = self._heard(old, kinds)
                 state = [value_like(value, x) for value, x in zip(values, like, strict=False)]
-                ema = values[len(like) :] or None
-                owned[k] = program.place(OwnedPiece(jax.tree.unflatten(tree, state), ema))
+                rest = values[len(like) :]
+                masters = [rest.pop() for _ in runs][::-1] if self.has_masters else None
+                owned[k] = program.place(OwnedPiece(jax.tree.unflatten(tree, state), rest or None))
+                owned[k].masters = masters
             self.exchange.end()
         return replace(core, owned=owned)
 
@@ -482,9 +535,11 @@ def _runs(vector: Sequence[np.ndarray], piece: Piece) -> Runs:
     return [vector[part][start:stop] for part, start, stop in piece.runs]
 
 
-def _store(vector: Sequence[np.ndarray], piece: Piece, runs: Sequence[Any]) -> None:
-    for (part, start, stop), run in zip(piece.runs, runs, strict=True):
-        vector[part][start:stop] = np.frombuffer(run, vector[part].dtype)
+def store(vector: Sequence[np.ndarray], piece: Piece, runs: Sequence[Any]) -> None:
+    """Write the runs of a piece into a vector."""
+    with profiling.phase("store"):
+        for (part, start, stop), run in zip(piece.runs, runs, strict=True):
+            vector[part][start:stop] = run
 
 
 def _aligned(size: int, dtype: Any) -> np.ndarray:

@@ -115,10 +115,11 @@ def value_like(value: np.ndarray, shape: jax.ShapeDtypeStruct) -> Any:
 
 @dataclass
 class OwnedPiece:
-    """What the owner of a piece holds: the state of its optimizer, and its moving average."""
+    """What the owner of a piece holds: the state of its optimizer, its moving average, and parameters of its own."""
 
     opt_state: Tree
     ema: Runs | None
+    masters: Runs | None = None  # None: those of all processes
 
 
 class PieceProgram:

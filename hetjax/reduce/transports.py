@@ -9,6 +9,7 @@ JAX backend of its own, sums travel by way of the hosts (`hetjax.reduce.host`, `
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,15 +24,19 @@ from jax.sharding import SingleDeviceSharding
 from hetjax.devices.compile import compile_for, compile_over, expected
 from hetjax.devices.workers import AXIS, Workers
 from hetjax.reduce.base import OnDemand, Replicas
+from hetjax.reduce.cut import HostCut
+from hetjax.reduce.delayed import Delayed, DelayedCore
 from hetjax.reduce.host import HostReplicated
 from hetjax.reduce.layout import HOST_SLOTS, Layout, Parts, StepReport, level_of_all, with_bad_update
 from hetjax.reduce.placing import agreed_granularity, meeting_place, room_for_state, update_device
 from hetjax.reduce.sharded import HostSharded, ShardedRule
 from hetjax.reduce.slices import shares
 from hetjax.reduce.update import Update, UpdateRule, unchanged
+from hetjax.reduce.wire import WIRES
 from hetjax.sampling.order import PlannedStep
 from hetjax.state import State
 
+log = logging.getLogger("hetjax")
 Tree = Any
 
 # Bytes that a worker may send in one all-to-all. Their transfer time, 4 ms over 1 Gbit/s Ethernet, must stay below the
@@ -72,17 +77,21 @@ class ReduceOptions:
         transport: 'auto', 'mesh' or 'host'.
         update: 'auto', 'sharded' or 'replicated'.
         update_on: where a process updates its slice: 'auto', 'device' or 'host'.
+        wire: numbers between processes: 'float32', 'bfloat16', 'int8' or 'auto'.
+        delay: steps by which updates are late, 0 or 1.
         rate_W: expected relative speed of each worker. Default: all alike.
     """
 
     transport: str = "auto"
     update: str = "auto"
     update_on: str = "auto"
+    wire: str = "float32"
+    delay: int = 0
     rate_W: np.ndarray | None = None
 
 
 def make_reduce(
-    options: ReduceOptions, workers: Workers, layout: Layout, rule: UpdateRule | None, core: Any
+    options: ReduceOptions, workers: Workers, layout: Layout, rule: UpdateRule | None, core: Any, more: Any = None
 ) -> tuple[Any, Any]:
     """Build a reduce and copy `core` onto its devices.
 
@@ -92,6 +101,7 @@ def make_reduce(
         layout: The layout of their sums.
         rule: How gradients become new parameters; None in evaluation, where the sums are the result.
         core: The initial arrays; the caller's buffers are not donated.
+        more: `State.more` of the state to start from.
 
     Returns:
         The reduce and its core.
@@ -100,9 +110,11 @@ def make_reduce(
         ValueError: The options do not go together, or not with these workers.
     """
     check_options(options, workers)
+    if options.wire == "float32" and isinstance(more, dict) and "left_over" in more:
+        log.info("What the 16 or 8 bits of the earlier run left over is dropped: this one has none.")
     update = unchanged if rule is None else rule.update()
     if workers.by_host:
-        return _between_hosts(options, workers, layout, rule, update, core)
+        return _between_hosts(options, workers, layout, rule, update, core, more)
     if options.transport == "host" or len(workers.kinds) > 1:
         place = meeting_place(workers, layout) if len(workers.own_kinds) > 1 else workers.own[0]
         placed = _private_copy(jax.device_put(core, SingleDeviceSharding(place)))
@@ -117,9 +129,29 @@ def check_options(options: ReduceOptions, workers: Workers) -> None:
         ("transport", options.transport, ("auto", "mesh", "host")),
         ("update", options.update, ("auto", "sharded", "replicated")),
         ("update_on", options.update_on, ("auto", "device", "host")),
+        ("wire", options.wire, ("auto", *WIRES)),
     ):
         if value not in known:
             raise ValueError(f"Unknown {name} {value!r}: use {', '.join(map(repr, known[:-1]))} or {known[-1]!r}.")
+    if options.delay not in (0, 1):
+        raise ValueError(
+            f"delay must be 0 (default) or 1, got {options.delay!r}: updates are late by one step at most."
+        )
+    given: dict[str, str | int] = {"wire": options.wire, "delay": options.delay}
+    for name, value in given.items():  # type: ignore[assignment]
+        if value in ("float32", "auto", 0):
+            continue
+        if not workers.by_host:
+            raise ValueError(
+                f"{name}={value!r} is about the exchange between processes by transport 'host', of which there is "
+                "none here. Leave it out, or start several processes with hetjax.fleet.initialize(transport='host') or "
+                "`python -m hetjax launch --transport host`."
+            )
+        if options.update == "replicated":
+            raise ValueError(
+                f"{name}={value!r} needs the sharded update, in which one owner decides the bits of a parameter for "
+                "all. Leave out update='replicated'."
+            )
     mesh_is_possible = len(workers.kinds) == 1 and not workers.by_host
     if options.transport == "mesh" and not mesh_is_possible:
         if len(workers.kinds) > 1:
@@ -144,19 +176,25 @@ def check_options(options: ReduceOptions, workers: Workers) -> None:
 
 
 def _between_hosts(
-    options: ReduceOptions, workers: Workers, layout: Layout, rule: UpdateRule | None, update: Update, core: Any
-) -> tuple[Any, Any]:
+    options: ReduceOptions, workers: Workers, layout: Layout, rule: UpdateRule | None, update: Update, core: Any,
+    more: Any,
+) -> tuple[Any, Any]:  # fmt: skip
     rate_W = np.ones(len(workers)) if options.rate_W is None else options.rate_W
     rate_P = np.bincount(workers.process_W, rate_W)
-    if rule is None or options.update == "replicated":
+    if rule is None or options.update == "replicated":  # wire 'auto' is float32 then
         placed = _private_copy(jax.device_put(core, SingleDeviceSharding(workers.own[0])))
         return HostReplicated(workers, layout, update, placed, shares(rate_P)), placed
     rule_of_slices = ShardedRule(
         rule.optimizer, rule.advance, rule.ema_decay, rule.clip_norm, agreed_granularity(rule.optimizer, core[0])
     )
     limit_P = room_for_state(workers, core)
-    reduce = HostSharded(workers, layout, rule_of_slices, core, rate_P, limit_P, update_device(options, workers))
-    return reduce, reduce.place(core)
+    given = workers, layout, rule_of_slices, core, rate_P, limit_P, update_device(options, workers)
+    if options.wire == "float32":
+        reduce = HostSharded(*given)
+    else:
+        reduce = HostCut(options.wire, *given, left_over=more.get("left_over") if isinstance(more, dict) else None)
+    placed = reduce.place(core)
+    return (Delayed(reduce), DelayedCore(placed)) if options.delay else (reduce, placed)
 
 
 def apply_where_finite(layout: Layout, update: Update, core: Any, total: Parts, workers: int) -> tuple[Any, jax.Array]:

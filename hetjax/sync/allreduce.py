@@ -18,4 +18,4 @@ class AllReduce(Sync):
 
     def open(self, context: SyncContext, state: State) -> tuple[Reduce, Any]:
         core = average(state).core
-        return make_reduce(context.options, context.workers, context.layout, context.rule, core)
+        return make_reduce(context.options, context.workers, context.layout, context.rule, core, state.more)

@@ -226,6 +226,10 @@ class ProcessFlags:
     """where a process updates its slice (default: the quicker one)"""
     memory: Annotated[str | None, _shown("GIB[,GIB...]")] = None
     """memory of each worker, which bounds its slice: one number, or one per worker (default: as reported)"""
+    wire: Literal["float32", "bfloat16", "int8", "auto"] = "float32"
+    """numbers between processes: 16 or 8 bits with error feedback for slow links, auto: the quickest"""
+    delay: Literal[0, 1] = 0
+    """1: apply gradients one step late, while the next step computes: another algorithm, for slow links"""
     key: File = None
     """file with the key of the fleet (hetjax key FILE), which authenticates and encrypts (default: none)"""
 

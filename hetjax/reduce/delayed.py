@@ -1,0 +1,83 @@
+"""Delayed updates: the sums of a step travel while the next step computes, for links where the exchange dominates.
+
+Step n computes its gradient g_n at parameters that lack the update of the step before:
+
+    x_0 = x_1,   g_n = sum of the gradients of step n at x_n,   x_{n+1} = update(x_n, g_{n-1})
+
+This is another algorithm than the synchronous one: stochastic gradient descent with a delay of one (Langford, Smola and
+Zinkevich, NeurIPS 2009). It needs smaller learning rates, or a warm-up.
+
+A checkpoint, an evaluation with other samples, or the end of a run waits for the sums in flight. So the state after n
+steps holds all n updates, and a run that is resumed from it takes the same steps as one that only saved it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from hetjax.reduce.base import Replicas
+from hetjax.reduce.layout import Parts, StepReport
+from hetjax.sampling.order import PlannedStep
+from hetjax.state import State
+
+
+@dataclass
+class DelayedCore:
+    """The core that workers read, and the one that an exchange in the background makes of it."""
+
+    read: Any
+    exchange: Future[tuple[Any, Any]] | None = None  # -> (core, tail); None: nothing is in flight
+    saved: bool = False  # a state was made of it in all processes
+
+    def latest(self) -> Any:
+        """The core with all updates; waits for the exchange."""
+        return self.read if self.exchange is None else self.exchange.result()[0]
+
+
+class Delayed:
+    """A reduce whose exchange runs in the background while the next step computes.
+
+    Args:
+        reduce: makes the exchange; it must not donate the buffers of its core.
+    """
+
+    def __init__(self, reduce: Any):
+        self.reduce, self.name = reduce, reduce.name
+        reduce.all_take_part = True  # who sits out would get parameters on the way, beside the exchange in flight
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="hetjax-exchange")
+
+    def __call__(
+        self, core: DelayedCore, parts_w: Sequence[Parts], slots_w: Sequence[list[float]], step: PlannedStep
+    ) -> tuple[DelayedCore, Future[tuple[Any, Any]]]:
+        before = core.latest()
+        exchange = self._thread.submit(self.reduce, before, parts_w, slots_w, step)
+        return DelayedCore(before, exchange), exchange
+
+    def read(self, tail: Future[tuple[Any, Any]]) -> StepReport:
+        """The report of a step; waits for its exchange, while the workers compute the next step."""
+        return self.reduce.read(tail.result()[1])
+
+    def replicas(self, core: DelayedCore, tail: Any) -> Replicas:
+        """Parameters without the update in flight."""
+        return self.reduce.replicas(core.read, None)
+
+    def prepare(self, core: DelayedCore, step: PlannedStep) -> DelayedCore:
+        """After a state was made in all processes, go on from it, as a resumed run does."""
+        return DelayedCore(core.latest()) if core.saved else core
+
+    def view(self, core: DelayedCore, step: int, cursor: int) -> State:
+        """The state with all updates, as this process holds it."""
+        return self.reduce.view(core.latest(), step, cursor)
+
+    def state(self, core: DelayedCore, step: int, cursor: int) -> State:
+        """The whole state with all updates; collective."""
+        core.saved = True
+        return self.reduce.state(core.latest(), step, cursor)
+
+    def evaluated(self, core: DelayedCore, step: int, cursor: int) -> State:
+        """The state with all updates but without that of the optimizer; collective."""
+        core.saved = True
+        return self.reduce.evaluated(core.latest(), step, cursor)

@@ -1,0 +1,118 @@
+"""Exchanges in fewer bits lose nothing and keep replicas identical; delayed updates follow their recursion."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import exchange_program
+import numpy as np
+import pytest
+import quick_compiles
+from exchange_program import RATE, SAVED, SIZES
+
+pytestmark = pytest.mark.slow
+
+HERE = Path(__file__).parent
+
+
+def run(case, folder, processes):
+    """The results of every process."""
+    paths = os.pathsep.join(map(str, [HERE.parents[1], HERE.parent / "support"]))
+    command = ["-m", "hetjax", "launch", "--processes", processes, "--", HERE / "exchange_program.py", case, folder]
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        env={**os.environ, "PYTHONPATH": paths, "XLA_FLAGS": quick_compiles.FLAGS},
+        capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr + done.stdout
+    return [json.loads((folder / f"{k}.json").read_text()) for k in range(processes)]
+
+
+def without_cuts(steps, batches=None):
+    """The parameters [b, w] after plain steps on the linear loss, in float64."""
+    b, w = np.ones(1), np.zeros(exchange_program.WIDTH)
+    for batch in (batches or exchange_program.batches())[:steps]:
+        b -= RATE * batch["x"][:, 0].astype(np.float64).mean()
+        w -= RATE * batch["wide"].astype(np.float64).mean(axis=0)
+    return [b, w]
+
+
+def in_all(state):
+    """Parameters as they would be if what was left over had been sent: masters - rate * errors."""
+    flat = zip(state["params"], state["differences"], state["sums"], strict=True)
+    return [np.add(params, differences) - RATE * np.array(sums) for params, differences, sums in flat]
+
+
+def test_nothing_is_lost_in_fewer_bits_and_replicas_have_the_same_bits(tmp_path):
+    """Steps of unlike sizes, a process that rounds otherwise, and one that has no samples any more."""
+    there = run("cut", tmp_path, 3)
+    assert there[0] == there[1] == there[2]  # also what was left over
+    for wire in ("bfloat16", "int8"):
+        for name, steps in (("saved", SAVED), ("end", len(SIZES))):
+            state = there[0][wire][name]
+            for found, expected in zip(in_all(state), without_cuts(steps), strict=True):
+                np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-6)
+            error = np.abs(np.subtract(state["params"][1], without_cuts(steps)[1])).max()
+            assert 1e-6 < error < {"bfloat16": 0.01, "int8": 0.05}[wire] * np.abs(without_cuts(steps)[1]).max()
+            assert np.abs(state["sums"][1]).max() > 0
+    for found, expected in zip(there[0]["auto"]["end"]["params"], without_cuts(len(SIZES)), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=0.02)  # whatever was the quickest
+
+
+def test_a_saved_run_goes_on_with_what_was_left_over(tmp_path):
+    there = run("resumed", tmp_path, 3)
+    assert there[0] == there[1] == there[2]
+    batches = exchange_program.batches()
+    expected = without_cuts(SAVED + 1, [*batches[:SAVED], batches[0]])
+    for found, exact in zip(in_all(there[0]["int8"]), expected, strict=True):
+        np.testing.assert_allclose(found, exact, rtol=1e-5, atol=2e-6)
+    assert there[0]["float32"]["sums"] == []
+
+
+def delayed(rows, steps, saved_after):
+    """A plain program for delayed SGD with momentum, in float64: the parameters after `saved_after` and all steps."""
+    w, velocity, flying, found, losses = np.zeros(6), np.zeros(6), None, {}, []
+
+    def update(gradient):
+        nonlocal w, velocity
+        velocity = 0.9 * velocity + gradient
+        w = w - RATE * velocity
+
+    read = w
+    for n, batch in enumerate(rows[:steps]):
+        if n == saved_after:
+            update(flying)
+            flying, read = None, w
+            found["saved"] = w
+        x, y = batch["x"].astype(np.float64), batch["y"].astype(np.float64)
+        losses.append(float(((x @ read - y) ** 2).mean()))
+        gradient = 2 * x.T @ (x @ read - y) / len(x)
+        if flying is not None:
+            update(flying)
+        read, flying = w, gradient
+    update(flying)
+    found["end"] = w
+    return found, losses
+
+
+def test_delayed_updates_follow_their_recursion(tmp_path):
+    there = run("delay", tmp_path, 2)
+    assert there[0] == there[1]
+    found, losses = delayed(exchange_program.batches(), len(SIZES), SAVED)
+    np.testing.assert_allclose(there[0]["losses"], losses, rtol=1e-4)
+    for name, w in found.items():
+        np.testing.assert_allclose(there[0]["params"][name], w, rtol=1e-4, atol=1e-5)
+
+
+def test_options_that_do_not_go_together_are_refused_in_all_processes(tmp_path):
+    there = run("refused", tmp_path, 2)
+    assert there[0] == there[1]
+    for text, part in zip(
+        there[0],
+        ["Unknown wire 'float16'", "update='replicated'", "update='replicated'", "delay must be 0", "'decentralized'",
+         "'daso'"],
+        strict=True,
+    ):  # fmt: skip
+        assert part in text
