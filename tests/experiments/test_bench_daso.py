@@ -79,6 +79,7 @@ def test_the_control_sends_sixteen_bits_and_a_node_is_that_of_the_paper():
     with daso_node.make_trainer(spec, daso_node.make_sync(spec)) as trainer:
         assert trainer.sync.config.gradient_wire == "bfloat16"
         assert len(trainer.workers) == 2
+        assert not trainer.controller.benches  # a node that sat out would have no parameters at the end of an epoch
         optimizer, gradient = trainer.step.optimizer, np.ones(1, np.float32)
     first, state = optimizer.update(gradient, optimizer.init(gradient))
     second, _ = optimizer.update(gradient, state)
