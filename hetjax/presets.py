@@ -202,6 +202,15 @@ def check_exchange(sync: Sync, wire: str, delay: int) -> None:
             )
 
 
+def check_update(sync: Sync, update: str) -> None:
+    """Refuse to shard the update of a sync whose replicas differ."""
+    if update == "sharded" and sync.name != "allreduce":
+        raise ValueError(
+            f"update='sharded' needs the sync 'allreduce', whose workers share one set of parameters; with "
+            f"{sync.name!r} they differ. Leave it out."
+        )
+
+
 def check_bucketed(sync: Sync, partition: str) -> None:
     """Refuse what divides samples by number alone, for samples of unequal length."""
     if not sync.stepped or sync.name == "daso" or partition != "global":

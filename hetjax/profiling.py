@@ -88,7 +88,7 @@ class Profile:
 
     In a loop of your own, put `with jax.profiler.trace(folder):` around a few calls of the step.
 
-    Example:
+    Examples:
         >>> trainer.fit(state, source, epochs=1, hooks=[hetjax.Profile("runs/mine/profile", steps=5)])
 
     Args:

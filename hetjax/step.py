@@ -58,7 +58,7 @@ class Step:
 
         g = (sum over all samples of the per-example gradients) / (sum of their weights)
 
-    Example:
+    Examples:
         >>> step = hetjax.Step(loss_fn, optax.adamw(1e-3), batch_size=512)
         >>> state = step.init(params)
         >>> for batch in loader:                      # host batches: dicts, tuples, nested
@@ -174,6 +174,7 @@ class Step:
         self.options = ReduceOptions(_FORMER_TRANSPORTS.get(transport, transport), update, update_on, wire, delay)
         presets.check_exchange(self.sync, wire, delay)
         check_options(self.options, self.workers)
+        presets.check_update(self.sync, update)
         self.controller: Controller = presets.for_workers(chosen.controller, self.workers)
         self.quantum = whole("quantum", getattr(model, "quantum", 1) if quantum is None else quantum, 1, MOST_SAMPLES)
         self.advance, self.ema_decay = advance or running_average(), ema_decay

@@ -41,7 +41,7 @@ Tree = Any
 class Trainer:
     """Trains a model, data-parallel, on workers of unequal and changing speed.
 
-    Example:
+    Examples:
         >>> trainer = hetjax.Trainer(loss_fn, optax.adamw(1e-3), batch_size=512)
         >>> state, history = trainer.fit(trainer.init(params), {"x": x, "y": y}, epochs=10)
         >>> trainer.evaluate(state, {"x": x_test, "y": y_test})

@@ -19,6 +19,7 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from hetjax.engines.ladder import Ladder  # noqa: E402
 from hetjax.environment import PROGRAMS  # noqa: E402
 
 _STORE_LIMIT = 2**28  # bytes of compiled programs kept for later test runs
@@ -41,6 +42,21 @@ def pytest_configure(config):
             kept += entry.stat().st_size
             if kept > _STORE_LIMIT:
                 entry.unlink()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def prices_by_rows(request):
+    """Price microbatches by rows, unless a module has MEASURED_PRICES.
+
+    Measured prices decide how a count is split into microbatches, and with that the last bits of a run: two runs differ
+    with the load of the machine. Programs that tests start measure as users' programs do.
+    """
+    if getattr(request.module, "MEASURED_PRICES", False):
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Ladder, "_prices", lambda ladder, rungs: ({rung: 1.0 + rung for rung in rungs}, 0.0))
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

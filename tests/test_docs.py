@@ -68,7 +68,7 @@ def test_the_python_of_a_page_runs(name, tmp_path, monkeypatch, capsys):
     if "hetjax.devices(" in text_of(name):  # as a user's program: without the devices of the tests
         code = "\n\n".join(blocks(text_of(name), "python"))
         env = {**os.environ, "XLA_FLAGS": quick_compiles.FLAGS}
-        subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=200)
+        subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=280)
         return
     names, plain = {}, {}
     for number, block in enumerate(blocks(text_of(name), "python")):

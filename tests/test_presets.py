@@ -109,3 +109,13 @@ def test_objects_are_checked_like_names():
         choose(controller=every_five, partition="proportional")
     with pytest.raises(ValueError, match="counts all samples alike"):
         choose(controller=controllers.make("dbs", faithful=True), sync="daso")
+
+
+@pytest.mark.parametrize("sync", ["decentralized", "daso"])
+def test_only_one_set_of_parameters_is_updated_in_slices(sync):
+    loss_fn = lambda params, batch, keys: batch["x"] * params
+    with pytest.raises(ValueError, match=f"'sharded' needs the sync 'allreduce'.*{sync!r} they differ"):
+        Trainer(
+            loss_fn, optax.sgd(0.1), batch_size=8, devices=jax.devices()[:2], sync=sync, update="sharded",
+            transport="host",
+        )  # fmt: skip

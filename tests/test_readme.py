@@ -24,7 +24,7 @@ SHORT = ["--steps", "1", "--batch-size", "32", "--model", "mlp", "--out", "runs/
 
 def run(*command, cwd):
     env = {**os.environ, "XLA_FLAGS": quick_compiles.FLAGS}
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=280, check=False)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -23,7 +23,7 @@ def convert_batch_norm(model: nnx.Module, group: int = 16, sync: str = "groups")
     Parameters, running averages, momentum and all other settings are kept, and so are the paths of all variables: a
     checkpoint of either model fits the other.
 
-    Example:
+    Examples:
         >>> model = hetjax.from_nnx(hetjax.convert_batch_norm(network), example_loss)
 
     Args:

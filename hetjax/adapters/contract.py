@@ -30,7 +30,7 @@ class Metric:
 
         mean = sum_b sum_b[b] / sum_b weight_b[b], for each entry; NaN where the total weight is 0
 
-    Example:
+    Examples:
         >>> hetjax.Example(
         ...     loss_b=token_losses.sum(-1),  # with weight_b, a mean over tokens
         ...     weight_b=tokens_b,

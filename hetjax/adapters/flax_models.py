@@ -30,7 +30,7 @@ Tree = Any
 class FlaxModel:
     """A Flax model for `Step` and `Trainer`, as made by `from_nnx` and `from_linen`.
 
-    Example:
+    Examples:
         >>> model = hetjax.from_nnx(network, example_loss)
         >>> trainer = hetjax.Trainer(model, optax.adamw(1e-3), batch_size=512)
         >>> state = trainer.init(model.params, model.model_state)
@@ -56,7 +56,7 @@ class FlaxModel:
     def update(self, model: nnx.Module, state: State | LiveState, optimizer: nnx.Optimizer | None = None) -> None:
         """Write the result of training into a Flax NNX model, and its optimizer, in place.
 
-        Example:
+        Examples:
             >>> adapted = hetjax.from_nnx(model, example_loss)
             >>> trainer = hetjax.Trainer(adapted, optimizer, batch_size=512)     # optimizer: an nnx.Optimizer
             >>> state, history = trainer.fit(trainer.init(adapted.params), data, epochs=10)
@@ -104,7 +104,7 @@ def from_nnx(
     Training uses the modes of the given model: a Dropout or BatchNorm layer that was set to `.eval()` stays so, and its
     statistics are constant. Call `model.train()` before, if the whole model was in evaluation mode.
 
-    Example:
+    Examples:
         >>> def example_loss(model, example, rngs):
         ...     logits = model(example["image"])
         ...     return optax.softmax_cross_entropy_with_integer_labels(logits, example["label"])

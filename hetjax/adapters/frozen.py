@@ -20,7 +20,7 @@ def frozen(params: Tree, *, wrt: Any = None) -> Tree:
     For a frozen parameter no gradient is computed, nothing is exchanged between workers, the optimizer keeps no state,
     and its value stays the same to the bit. Loss functions receive the parameters without marks.
 
-    Example:
+    Examples:
         >>> params = {"backbone": hetjax.frozen(pretrained), "head": head}
         >>> params = hetjax.frozen(params, wrt=lambda path, p: "lora" in path)    # train only what is below "lora"
         >>> state = step.init(params)

@@ -212,6 +212,7 @@ def train(
         seed=config.output.seed,
         on_nonfinite=config.optimizer.on_nonfinite,
         max_skips=config.optimizer.max_skips,
+        **setup.exchange_options(config, chosen.sync),
     )
     remaining = lambda state: (steps - state.step) if steps else (epochs * len(task.train) - state.cursor)
     with trainer, stop_on_signals(trainer.stop) as interrupt:

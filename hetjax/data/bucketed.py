@@ -26,7 +26,7 @@ class Bucketed:
     buckets are compiled before the first step, and the work of a step is that of its bucket. Which samples form a step
     follows from seed and epoch alone, so neither the result nor the random keys depend on how a step is split.
 
-    Example:
+    Examples:
         >>> source = hetjax.Bucketed(sequences, (64, 128, 256, 512), mask="weights")
         >>> state, history = trainer.fit(trainer.init(params), source, epochs=10)
 

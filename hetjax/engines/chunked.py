@@ -41,6 +41,7 @@ from hetjax.sampling.order import Span
 log = logging.getLogger("hetjax")
 Tree = Any
 
+_UNLIKE = 2.0  # ratio of speeds from which the first plan follows them
 _SMALLEST = 4  # rows of the smallest rung with several processes: the granularity of counts
 
 
@@ -104,7 +105,9 @@ class ChunkedEngine:
                 priced_by_rows=priced_by_rows,
                 slow_compiler=rungs is None and not on_cpu(kind),
             )
-        self._remote = self._price(processes.gather if several else lambda value: [value])
+        gather = processes.gather if several else lambda value: [value]
+        self._remote = self._price(gather)
+        self._rate_W = None if program.keeps_rows else self._expected_rates(gather)
         self._background = ThreadPoolExecutor(1, thread_name_prefix="hetjax-ladder")
         self.growing: Future | None = None  # background search for a further rung, and its compile
         self._counts_W, self._settled = np.zeros(len(workers), np.int64), 0
@@ -160,6 +163,20 @@ class ChunkedEngine:
             ladder.price_list = agreed.pop(kind)
         return agreed
 
+    def _expected_rates(self, gather: Callable[[Any], list[Any]]) -> np.ndarray | None:
+        """Relative speed of each worker, for the first plan; None where speeds are about the same, or simulated.
+
+        Processes measure at the same time, as they compute: those with the same kind of device may differ, too.
+        """
+        if any(ladder.priced_by_rows for ladder in self.ladders.values()):
+            return None
+        if len(self.workers.kinds) == 1 and not self.workers.several_processes:
+            return None
+        pace_P = gather({kind: float(f"{ladder.pace():.3g}") for kind, ladder in self.ladders.items()})
+        of = lambda worker: pace_P[worker.process if len(pace_P) > 1 else 0][worker.kind]
+        rate_W = np.array([of(worker) for worker in self.workers.members])
+        return rate_W / rate_W.max() if rate_W.max() > _UNLIKE * rate_W.min() else None
+
     def _update_limits(self) -> None:
         """Rebuild the limits of plans, which all processes agree on, and the price staircases of the workers."""
         kind_W = [worker.kind for worker in self.workers.members]
@@ -176,6 +193,7 @@ class ChunkedEngine:
             kind_W=np.array([groups.index(g) for g in agreed_W], np.int64),
             stairs=tuple(stairs[g].price_N / self._units.get(g[0], lists[g[0]].unit) for g in groups),
             bucket=self._bucket,
+            rate_W=self._rate_W,
         )
 
     def _price_lists(self) -> dict[str, PriceList]:

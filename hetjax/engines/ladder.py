@@ -20,6 +20,7 @@ Arguments = Callable[[int, jax.Device | None], tuple]  # (rows, device) -> argum
 
 _ROUNDS, _BUDGET = 12, 0.25  # rounds of timing, at least 3; none is started after this many seconds per rung
 _IN_A_ROW, _CHAIN = 16, 0.03  # chunks timed in a row: at most this many, for about this many seconds
+_PACE = 0.2  # seconds over which the pace of a process is measured; longer than the period of a CPU quota
 _CHUNK_COST_IN_ROWS = 0.25  # if rows are the price, an additional chunk costs this many
 _AROUND = (0.9, 0.95, 1.0, 1.05, 1.1)  # a further rung is evaluated at these multiples of the counts
 _WORTH_COMPILING = 0.01  # a further rung has to save one percent of the work
@@ -166,6 +167,13 @@ class Ladder:
         seconds = dict(zip(cases, (share_C * np.median(whole_R)).tolist(), strict=True))
         joint = max(seconds[least, True] - seconds[least, False], 0.0) / chunks[least]
         return {rung: seconds[rung, False] / chunks[rung] for rung in rungs}, joint
+
+    def pace(self) -> float:
+        """Samples per second that this process reaches now with its largest microbatch."""
+        rung = max(self.programs)
+        arguments = self.arguments(rung, self.devices[0])
+        chunks = min(max(round(_PACE / self._chain(rung, arguments, 1)), 1), _IN_A_ROW)
+        return rung * chunks / self._chain(rung, arguments, chunks)
 
     def _chain(self, rung: int, arguments: tuple, chunks: int, adding: bool = False) -> float:
         """Seconds of `chunks` chunks in a row, after a first one that warms the caches."""

@@ -26,8 +26,8 @@ from hetjax.planning.limits import Limits
 log = logging.getLogger("hetjax")
 
 _LEAST_GAIN = 0.02  # below, a member stays
-_CLEAR_GAIN = 0.1  # possible gain for which a trial does not wait for more timings
-_TIMINGS, _FEW = 8, 2  # of steps before a trial; where the possible gain is clear
+_CLEAR_GAIN, _LARGE_GAIN = 0.1, 0.5  # possible gains for which a trial does not wait for more timings
+_TIMINGS, _FEW, _ONE = 8, 2, 1  # of steps before a trial; where the possible gain is clear; where it is large
 _TRIAL, _LONGEST = 3, 8  # timed steps of a trial, after one in which slices and parameters move; in much noise
 _QUIET = 0.03  # relative sd of steps up to which the shortest trial is enough
 _PATIENCE = 8  # further steps within which the timings of a trial have to arrive
@@ -61,9 +61,11 @@ class Bench:
         self._members = int(self.member_W.max()) + 1
         self._pause_M = np.zeros(self._members, np.int64)
         self._tries_M = np.zeros(self._members, np.int64)
+        self._paid_M = np.full(self._members, _LONGEST)  # most steps of the next trial, for which the pause pays
         # Of steps with all that are not benched; the local phases only of those with the counts in force.
         self._locals: deque[float] = deque(maxlen=2 * _TIMINGS)
         self._rests: deque[float] = deque(maxlen=2 * _TIMINGS)
+        self._voided: list[float] = []  # the last local phase with the counts before; a trial may start from it
         self._trial: _BenchTrial | None = None
         self._last: Observation | None = None
         self._settled = 0  # steps for which the same members have had samples
@@ -78,6 +80,7 @@ class Bench:
     def begin(self) -> None:
         """Start or resume a run: timings before it say nothing about those that follow."""
         self._trial, self._last, self._settled = None, None, 0
+        self._voided = []
         self._locals.clear()
         self._rests.clear()
 
@@ -120,17 +123,22 @@ class Bench:
             if len(trial.times) >= trial.steps or trial.planned > trial.steps + 1 + _PATIENCE:
                 self._trial = None
                 self._judge(trial)
-        elif len(self._rests) >= _FEW and self._locals:
+        elif self._rests and (self._locals or self._voided):
             ready = [member for member in self.benched if self._pause_M[member] == 0]
             member = min(ready) if ready else self._suspect(batch, limits)
             if member is not None:
-                noise = (float(np.std(self._locals)) + float(np.std(self._rests))) / self._usual_seconds() / _QUIET
-                steps = int(np.clip(np.ceil(_TRIAL * noise * noise), _TRIAL, _LONGEST))
+                steps = min(self._trial_steps(), int(self._paid_M[member]))
                 self._trial = _BenchTrial(member, member not in self.benched, steps)
+
+    def _trial_steps(self) -> int:
+        """Steps to time in a trial, by the noise of recent steps."""
+        seconds = float(np.std(self._locals or self._voided)) + float(np.std(self._rests))
+        noise = seconds / self._usual_seconds() / _QUIET
+        return int(np.clip(np.ceil(_TRIAL * noise * noise), _TRIAL, _LONGEST))
 
     def _usual_seconds(self) -> float:
         """Seconds of a step with all that are not benched."""
-        return float(np.median(self._locals) + np.median(self._rests))
+        return float(np.median(self._locals or self._voided) + np.median(self._rests))
 
     def _suspect(self, batch: int, limits: Limits) -> int | None:
         """The member that costs most, if leaving it out could be a gain."""
@@ -145,11 +153,13 @@ class Bench:
         able_M = (samples_M > 0) & (samples_M < batch) & (room_M >= batch) & (self._pause_M == 0)
         able_M[list(self.benched)] = False
         left_M = np.where(able_M, batch - samples_M, 1.0)
-        fastest_M = float(np.max(last.times_W[valid_W])) * batch / left_M
+        local = float(np.median(self._locals or self._voided))  # that of one step alone may be short by chance
+        fastest_M = local * batch / left_M
         gain_M = np.where(able_M, self._usual_seconds() / fastest_M - 1.0, -1.0)
         member = int(np.argmax(gain_M))
-        enough = gain_M[member] > _CLEAR_GAIN or len(self._locals) >= _TIMINGS
-        return member if gain_M[member] > _LEAST_GAIN and enough else None
+        gain = float(gain_M[member])
+        needed = _ONE if gain > _LARGE_GAIN else _FEW if gain > _CLEAR_GAIN else _TIMINGS
+        return member if gain > _LEAST_GAIN and len(self._rests) >= needed else None
 
     def _judge(self, trial: _BenchTrial) -> None:
         """End a trial: bench the member, let it in, or leave things as they are."""
@@ -179,7 +189,8 @@ class Bench:
     def _pause(self, trial: _BenchTrial, lost: float) -> None:
         """Set the steps before the member's next trial, if each step of this one has lost that share of a step."""
         doubled = 1 << min(max(int(self._tries_M[trial.member]) - 1, 0), _DOUBLINGS)
-        steps = max(_PAUSE, _COST * (trial.steps + 1) * lost) * doubled
+        self._paid_M[trial.member] = next_one = max(trial.steps, self._trial_steps()) if self._locals else trial.steps
+        steps = max(_PAUSE, _COST * (next_one + 1) * lost) * doubled
         self._pause_M[trial.member] = int(min(steps, 2**40))
 
     def _event(self, text: str) -> None:
@@ -202,6 +213,7 @@ class Bench:
         self._settled = self._settled + 1 if same else 0
         moved = np.abs(observation.counts_W - last.counts_W).max()
         if same and self._trial is None and batch == observation.counts_W.sum() and moved > _NEW_COUNTS * batch:
+            self._voided = list(self._locals)[-1:]
             self._locals.clear()
 
     def _active(self, observation: Observation) -> np.ndarray:

@@ -54,6 +54,7 @@ class Limits:
             from n = 0 (work 0) to the largest capacity of the kind. With buckets of lengths, the unit is one sample of
             the longest.
         bucket: The bucket of the step's samples.
+        rate_W: Expected relative speed of each worker, for plans before the first timing. None: all alike.
     """
 
     capacity_W: np.ndarray
@@ -62,6 +63,7 @@ class Limits:
     kind_W: np.ndarray
     stairs: tuple[np.ndarray, ...]
     bucket: int = 0
+    rate_W: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         workers, kinds = len(self.capacity_W), len(self.stairs)

@@ -163,7 +163,7 @@ class HostSharded(HostSums):
         if parts is None and self.me in senders:  # its last sum: see `HostCut`
             parts = [np.zeros(size, self.layout.dtype) for size in self.layout.sizes]
         frames_of = None if parts is None else partial(self._frames, parts, step)
-        exchange.send(frames_of, tail, [process for process in involved if process != self.me])
+        exchange.send(parts, tail, [process for process in involved if process != self.me], frames_of)
         tail = exchange.tail(tail, involved)
         values = tail[: self.layout.values]
         loss, weight = float(values[0]), float(values[1])
@@ -188,7 +188,7 @@ class HostSharded(HostSums):
             else:
                 with profiling.phase("update"):
                     params, owned[k], wrong = self._programs[k](
-                        self._updated(core, k), core.owned[k], runs, weight, loss, scale, own_level
+                        self._before_update(core, k), core.owned[k], runs, weight, loss, scale, own_level
                     )
                 header = np.array([own_level, wrong])
                 sent = self._store_own(new, core, owned, k, params)
@@ -218,9 +218,9 @@ class HostSharded(HostSums):
 
     def _total(self, parts: list[np.ndarray] | None, step: PlannedStep, senders: Sequence[int], k: int) -> Runs:
         """The sums of an own piece."""
-        return self.exchange.total(k, lambda: self.exchange.runs_of(parts or [], k), senders)
+        return self.exchange.total(k, parts, senders)
 
-    def _updated(self, core: HostCore, k: int) -> Runs:
+    def _before_update(self, core: HostCore, k: int) -> Runs:
         """The parameters that the update of an own piece starts from."""
         return _runs(core.vector, self.pieces[k])
 
@@ -228,12 +228,12 @@ class HostSharded(HostSums):
         self, new: list[np.ndarray], core: HostCore, owned: dict[int, OwnedPiece], k: int, params: Runs
     ) -> Sequence[Any]:
         """Store the new parameters of an own piece; what the others receive."""
-        store(new, self.pieces[k], params)
+        _store(new, self.pieces[k], params)
         return params
 
     def _store_result(self, new: list[np.ndarray], core: HostCore, k: int, result: Sequence[Any]) -> None:
         """Store what the owner of a piece has sent."""
-        store(new, self.pieces[k], result)
+        _store(new, self.pieces[k], result)
 
     def _end(self, step: PlannedStep, applied: bool) -> None:
         """A step has ended, with or without an effect."""
@@ -420,7 +420,7 @@ class HostSharded(HostSums):
         for k, piece in enumerate(self.pieces):
             like = [jax.ShapeDtypeStruct((stop - start,), self.layout.dtype) for _, start, stop in piece.runs]
             own = [np.asarray(run) for run in core.owned[k].ema or []] if k in core.owned else None
-            store(vector, piece, self._shared(self.exchange.owners[k], own, like))
+            _store(vector, piece, self._shared(self.exchange.owners[k], own, like))
         return with_trained(self.constants, self._tree(vector, copy=True))
 
     def _shared(self, owner: int, own: list[np.ndarray] | None, like: Sequence[Any]) -> list[np.ndarray]:
@@ -535,7 +535,7 @@ def _runs(vector: Sequence[np.ndarray], piece: Piece) -> Runs:
     return [vector[part][start:stop] for part, start, stop in piece.runs]
 
 
-def store(vector: Sequence[np.ndarray], piece: Piece, runs: Sequence[Any]) -> None:
+def _store(vector: Sequence[np.ndarray], piece: Piece, runs: Sequence[Any]) -> None:
     """Write the runs of a piece into a vector."""
     with profiling.phase("store"):
         for (part, start, stop), run in zip(piece.runs, runs, strict=True):

@@ -183,7 +183,9 @@ def _between_hosts(
     rate_P = np.bincount(workers.process_W, rate_W)
     if rule is None or options.update == "replicated":  # wire 'auto' is float32 then
         placed = _private_copy(jax.device_put(core, SingleDeviceSharding(workers.own[0])))
-        return HostReplicated(workers, layout, update, placed, shares(rate_P)), placed
+        replicated = HostReplicated(workers, layout, update, placed, shares(rate_P))
+        replicated.exchange.share_memory()
+        return replicated, placed
     rule_of_slices = ShardedRule(
         rule.optimizer, rule.advance, rule.ema_decay, rule.clip_norm, agreed_granularity(rule.optimizer, core[0])
     )
@@ -191,6 +193,7 @@ def _between_hosts(
     given = workers, layout, rule_of_slices, core, rate_P, limit_P, update_device(options, workers)
     if options.wire == "float32":
         reduce = HostSharded(*given)
+        reduce.exchange.share_memory()
     else:
         reduce = HostCut(options.wire, *given, left_over=more.get("left_over") if isinstance(more, dict) else None)
     placed = reduce.place(core)

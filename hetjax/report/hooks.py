@@ -49,7 +49,7 @@ class Progress(Follow):
     A live display on a terminal, plain lines elsewhere; a one-line summary remains at the end. With several processes
     only the first one prints.
 
-    Example:
+    Examples:
         >>> trainer.fit(state, source, epochs=10, hooks=[hetjax.Progress()])
 
     Args:

@@ -85,7 +85,7 @@ class Simulation:
 
     The local phase of worker i lasts max(real time, startup_i + rows x row_time / speed_i).
 
-    Example:
+    Examples:
         >>> hetjax.Trainer(loss_fn, optimizer, batch_size=64, speeds=hetjax.Simulation(constant([1, 0.5])))
 
     Attributes:

@@ -158,7 +158,7 @@ for step in range(1, 4):
 def test_a_failed_write_prints_nothing_but_the_error(tmp_path):
     """The program's limit on file sizes is below the size of its arrays."""
     command = [sys.executable, "-c", FAILING, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": ROOT})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=os.environ | {"PYTHONPATH": ROOT})
     assert done.stderr == ""
     lines = done.stdout.splitlines()
     for step, line in enumerate(lines, 1):

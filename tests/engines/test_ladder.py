@@ -18,6 +18,8 @@ from hetjax.engines.ladder import Ladder
 from hetjax.engines.local import layout_of, train_sums
 from hetjax.sampling.order import Span
 
+MEASURED_PRICES = True
+
 
 def chunked(workers=2, **options):
     """A chunked engine for a linear model."""

@@ -12,19 +12,10 @@ from hetjax import Chunked, Looped, Step
 from hetjax.devices.compile import compiles
 from hetjax.devices.workers import Workers
 from hetjax.engines import ChunkedEngine
-from hetjax.engines.ladder import Ladder
 from hetjax.planning.controllers.base import Plan
 
 PARAMS = {"w": np.zeros(5, np.float32), "b": np.zeros((), np.float32)}
 EXHAUSTED = "RESOURCE_EXHAUSTED: Out of memory allocating 17179869184 bytes."
-
-
-@pytest.fixture(autouse=True, scope="module")
-def prices_by_rows():
-    """Injected prices, which prefer large microbatches."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Ladder, "_prices", lambda self, rungs: ({rung: 1.0 + rung for rung in rungs}, 0.0))
-        yield
 
 
 class TooLarge:

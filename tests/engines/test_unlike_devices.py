@@ -10,6 +10,7 @@ from tiny_problem import loss_fn, source
 from hetjax import Chunked, Example, Trainer
 from hetjax.devices import workers
 from hetjax.engines import chunked
+from hetjax.engines.ladder import Ladder
 
 PARAMS = {"w": np.zeros(5, np.float32), "b": np.zeros((), np.float32)}
 LINEAR = Problem(lambda params, batch, keys: Example(loss_fn(params, batch, keys)), PARAMS, source())
@@ -53,3 +54,20 @@ def test_one_program_over_two_kinds_is_rejected(options, message, two_kinds):
         Trainer(LINEAR.loss_fn, optax.sgd(0.1), batch_size=24, devices=jax.devices()[:2], **options) as trainer,
     ):
         trainer.fit(trainer.init(PARAMS), LINEAR.data, steps=1)
+
+
+def test_the_first_plan_follows_speeds_that_differ_clearly(two_kinds, monkeypatch):
+    """By a factor of two or more; below, counts are equal until the first timings."""
+    for slower, unlike in ((9.0, True), (1.5, False)):
+        pace = {"kind 0": 900.0, "kind 1": 900.0 / slower}
+        monkeypatch.setattr(Ladder, "pace", lambda ladder, pace=pace: pace[device_kind_of(ladder)])
+        with Trainer(
+            LINEAR.loss_fn, optax.sgd(0.01), batch_size=40, devices=jax.devices()[:2], engine=Chunked(rungs=[1, 8])
+        ) as trainer:
+            _, history = trainer.fit(trainer.init(PARAMS), LINEAR.data, steps=1)
+        counts_W = history.records[0].counts_W
+        assert (counts_W[0] > 4 * counts_W[1] > 0) if unlike else (counts_W == 20).all()
+
+
+def device_kind_of(ladder):
+    return f"kind {ladder.devices[0].id % 2}"

@@ -182,7 +182,7 @@ def test_a_quick_run(tmp_path):
         start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     try:
-        output, _ = bench.communicate(timeout=240)
+        output, _ = bench.communicate(timeout=280)
     finally:
         bench.terminate()
         bench.wait(timeout=20)

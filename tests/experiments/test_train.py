@@ -268,7 +268,7 @@ def test_training_with_a_warm_persistent_cache_of_jax(tmp_path, monkeypatch):
     cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "jax"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     for out in ("cold", "warm"):
         command = [sys.executable, str(PROGRAM), *TINY, "--steps", "6", "--out", str(tmp_path / out)]
-        done = subprocess.run(command, env={**os.environ, **cache}, capture_output=True, text=True, timeout=150)
+        done = subprocess.run(command, env={**os.environ, **cache}, capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, done.stderr
     cold, warm = (read_run(tmp_path / out / "balanced").loss_S for out in ("cold", "warm"))
     np.testing.assert_allclose(warm, cold, rtol=1e-5)

@@ -134,7 +134,7 @@ def test_two_processes_train_on_the_blocks_of_the_first_as_one_process_does(tmp_
     program = [str(ROOT / "experiments" / "train.py"), *flags, "--out", str(tmp_path / "two")]
     done = subprocess.run(
         [sys.executable, "-m", "hetjax", "launch", "--processes", "2", "--", *program],
-        env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=150,
+        env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -133,7 +133,7 @@ def test_a_second_run_in_the_same_folder_is_refused_and_changes_nothing(tmp_path
             environment = os.environ | {"PYTHONPATH": str(PROGRAM.parents[1])}
             for launch, more in (([], ["--strategy", "balanced"]), ([], []), (several, ["--strategy", "equal"])):
                 command = [sys.executable, *launch, str(PROGRAM), *flags, *more]
-                second.append(subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120))
+                second.append(subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280))
             assert sorted(tmp_path.rglob("*")) == before
 
     monkeypatch.setattr(report.Follow, "__call__", follow_and_start_others)

@@ -37,9 +37,9 @@ def loss_fn(params, batch, keys):
 
 
 def address_space():
-    """Bytes of virtual memory of this process: the least in 0.3 s, as XLA frees temporaries after results are ready."""
+    """Bytes of virtual memory of this process: the least in a second, as XLA frees temporaries with a delay."""
     pages = []
-    for _ in range(30):
+    for _ in range(100):
         pages.append(int(Path("/proc/self/statm").read_text().split()[0]))
         time.sleep(0.01)
     return min(pages) * resource.getpagesize()

@@ -70,7 +70,7 @@ def test_elastic_survivors_of_a_killed_and_a_stopped_process(sandbox):
     rng = np.random.default_rng(seed)
     print(f"seed {seed}")
     run = launch(
-        sandbox, "--processes", 3, "--elastic", "--silent-limit", 4, "--grace", 1, "--",
+        sandbox, "--processes", 3, "--elastic", "--silent-limit", 8, "--grace", 1, "--",
         PROGRAM, sandbox.folder / "run", steps, "--save-seconds", 0.05,
     )  # fmt: skip
     folder = sandbox.folder / "run" / "checkpoints"

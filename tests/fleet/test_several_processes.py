@@ -91,7 +91,7 @@ def launch(processes, *arguments, flags=(), program=HERE / "several_program.py")
     command = [*flags, "--processes", processes, "--", program, *arguments]
     return subprocess.run(
         [sys.executable, "-m", "hetjax", "launch", *map(str, command)],
-        env=environment, capture_output=True, text=True, timeout=150,
+        env=environment, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from hetjax.launch.quotas import QuotasRefused, find_cgroup_root
 
 ROOT = Path(__file__).parents[2]
 MARK = "HETJAX_TEST_MARK"
-LIMIT = 120.0  # seconds, on a busy machine: more than the programs wait for each other
+LIMIT = 250.0  # seconds, on a busy machine: more than the programs wait for each other
 HEARTBEAT = """
 sys.path.insert(0, os.environ["PYTHONPATH"])
 from types import SimpleNamespace as Record
@@ -97,7 +97,7 @@ def sandbox(tmp_path):
             launcher.communicate()
 
 
-def until(condition, what, limit=20.0):
+def until(condition, what, limit=60.0):
     deadline = time.monotonic() + limit
     while not condition():
         assert time.monotonic() < deadline, f"waited {limit:.0f} s for {what}"

@@ -3,6 +3,7 @@
 import threading
 from collections import Counter
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -147,12 +148,12 @@ def test_a_phase_begins_at_its_first_dispatch_or_when_its_parameters_are_ready(
     queued, looks, waited, began, monkeypatch
 ):
     ticks = iter(range(1, 9))
-    monkeypatch.setattr(clocks.time, "perf_counter", lambda: next(ticks))
+    monkeypatch.setattr(clocks, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))  # not for other threads
     parameters = Parameters(looks)
     begin = clocks.Began(parameters, queued)
     begin.dispatched()
     if looks > 1:
-        monkeypatch.setattr(clocks.time, "perf_counter", lambda: 3)
+        monkeypatch.setattr(clocks, "time", SimpleNamespace(perf_counter=lambda: 3))
     begin.dispatched()
     assert begin.time() == began
     assert parameters.waited == waited

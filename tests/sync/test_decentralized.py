@@ -214,10 +214,10 @@ def test_complete_mixing_converges_to_the_solution_of_allreduce(counts, faithful
             step(reduce, layout, grads, counts)
         return np.asarray(sync.answer(reduce.state(0, 0)).params["x"])
 
-    apart = [np.abs(run(Decentralized("complete", faithful=faithful), steps) - expected).max() for steps in (50, 600)]
-    assert apart[1] < 0.02
+    apart = [np.abs(run(Decentralized("complete", faithful=faithful), steps) - expected).max() for steps in (20, 300)]
+    assert apart[1] < 0.04
     assert apart[1] < apart[0] / 3
-    reduced = run(AllReduce(), 400)
+    reduced = run(AllReduce(), 200)
     np.testing.assert_allclose(reduced, np.linalg.lstsq(a, t, rcond=None)[0], atol=5e-3)
     if faithful and counts[0] > 5:
         assert np.abs(reduced - expected).max() > 0.3  # the published method converges elsewhere
@@ -250,12 +250,12 @@ def exchanged(monkeypatch, sync, workers, steps):
 
 
 def test_only_neighbors_exchange_parameters_and_only_in_mixing_steps(monkeypatch):
-    size, on_ring = 20008, {(i, (i + d) % 8) for i in range(8) for d in (1, -1)}
-    mixing, local, again = exchanged(monkeypatch, Decentralized("ring", 2), 8, 3)
+    size, on_ring = 20008, {(i, (i + d) % 5) for i in range(5) for d in (1, -1)}
+    mixing, local, again = exchanged(monkeypatch, Decentralized("ring", 2), 5, 3)
     assert mixing == again == (dict.fromkeys(on_ring, size), [])
     assert local == ({}, [])
-    assert exchanged(monkeypatch, Decentralized("complete"), 8, 1) == [({}, [size])]
-    drawn = exchanged(monkeypatch, Decentralized("ring", matcha_budget=0.5), 8, 6)
+    assert exchanged(monkeypatch, Decentralized("complete"), 5, 1) == [({}, [size])]
+    drawn = exchanged(monkeypatch, Decentralized("ring", matcha_budget=0.5), 5, 6)
     assert all(set(moved) <= on_ring for moved, _ in drawn)
     assert len({len(moved) for moved, _ in drawn}) > 1  # only the links that were drawn
 
@@ -336,8 +336,8 @@ def test_stationary_weights_bear_a_learning_rate_that_weighted_gradients_do_not(
 
     assert abs(run(False, 0.8, 100)) < 10  # stable, at a distance that falls with the rate
     everything = np.average(target_W, weights=counts)
-    assert run(False, 0.02, 400) == pytest.approx(everything, abs=0.05)
-    assert run(True, 0.02, 400) == pytest.approx(target_W.mean(), abs=0.05)
+    assert run(False, 0.04, 200) == pytest.approx(everything, abs=0.1)
+    assert run(True, 0.04, 200) == pytest.approx(target_W.mean(), abs=0.1)
 
 
 # -- resumed runs --

@@ -35,7 +35,7 @@ def test_several_processes_equal_one_process(tmp_path, here, processes, transpor
     program = [str(ROOT / "tests/sync/decentralized_program.py"), str(path), *devices]
     run = subprocess.run(
         [sys.executable, "-m", "hetjax", "launch", "--processes", str(processes), "--", *program],
-        env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=150,
+        env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     there = json.loads(path.read_text())

@@ -220,7 +220,7 @@ def test_two_processes_train_like_one(tmp_path):
         command = [sys.executable, "-m", "hetjax", "launch", "--processes", str(processes), "--", program, out]
         flags = "--xla_force_host_platform_device_count=1"
         environment = {**os.environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-        done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, done.stderr
         found[processes] = json.loads(out.read_text())
     assert (found[1][0], found[2][0]) == (1, 2)

@@ -218,7 +218,14 @@ class ProcessFlags:
     start_limit: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 60.0
     """time within which all processes must have joined"""
     transport: Annotated[Literal["auto", "mesh", "host"] | None, _shown("{auto,mesh,host}")] = None
-    """how sums travel between processes: host for any mix of devices, mesh (XLA) for one kind (default: auto)"""
+    """how sums travel between workers: host for any mix of devices, mesh (XLA) for one kind (default: auto)"""
+    update: Annotated[Literal["auto", "sharded", "replicated"] | None, _shown("{auto,sharded,replicated}")] = None
+    """sharded: each process updates a slice of the parameters and keeps the optimizer state of that slice only;
+    replicated: every worker updates its own copy (default: sharded between processes with --transport host)"""
+    update_on: Annotated[Literal["auto", "device", "host"] | None, _shown("{auto,device,host}")] = None
+    """where a process updates its slice (default: the quicker one)"""
+    memory: Annotated[str | None, _shown("GIB[,GIB...]")] = None
+    """memory of each worker, which bounds its slice: one number, or one per worker (default: as reported)"""
     wire: Literal["float32", "bfloat16", "int8", "auto"] = "float32"
     """numbers between processes: 16 or 8 bits with error feedback for slow links, auto: the quickest"""
     delay: Literal[0, 1] = 0
@@ -296,6 +303,9 @@ class Config:
             "process",
             "start_limit",
             "transport",
+            "update",
+            "update_on",
+            "memory",
             "key",
         ):
             del values[name]

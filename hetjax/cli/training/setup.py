@@ -208,6 +208,18 @@ def method(config: Config) -> dict[str, Any]:
     return {"strategy": flags.strategy, "every": every, "sync_options": options, **axes}
 
 
+def exchange_options(config: Config, sync: Any) -> dict[str, Any]:
+    """How sums travel and where updates run, as options of `hetjax.Trainer`; only those given."""
+    flags = config.processes
+    given = {name: getattr(flags, name) for name in ("update", "update_on")}
+    if sync.name == "allreduce" and processes.count() == 1:  # several were joined by it
+        given["transport"] = flags.transport
+    if flags.memory is not None:
+        sizes = [round(gib * 2**30) for gib in numbers("--memory", flags.memory)]
+        given["memory"] = sizes[0] if len(sizes) == 1 else sizes
+    return {name: value for name, value in given.items() if value is not None}
+
+
 def numbers(flag: str, text: str) -> list[float]:
     """Parse comma-separated numbers."""
     try:

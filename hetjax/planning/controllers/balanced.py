@@ -60,7 +60,7 @@ class Balanced(ControllerBase[BalancedState]):
     factor of u is divided by 1 + the number of recent jumps and change points (decaying over `quiet` steps): where
     speeds do change, a change is rarely false. Exceptions:
 
-    - First plan: the first timings are used at once.
+    - First plan: by the expected speeds (`Limits.rate_W`), if they are known; the first timings are used at once.
     - Rest: for `rest` steps after a change (up to twice that in much noise) only a gain above `urgent` counts, so that
       counts are judged by several timings, unless the model has just found a jump or a change point.
     - Reviews: after the first plan, and after one that followed a jump or change point, the counts are reviewed after
@@ -132,8 +132,16 @@ class Balanced(ControllerBase[BalancedState]):
 
     def fit(self, batch: int, counts_W: np.ndarray, limits: Limits) -> np.ndarray:
         if not self.state.model.known:
-            return super().fit(batch, counts_W, limits)
+            return self._first(batch, counts_W, limits)
         return self._solve(batch, counts_W, limits)
+
+    def _first(self, batch: int, counts_W: np.ndarray, limits: Limits) -> np.ndarray:
+        """Counts before the first timing: by the expected speeds, but all workers are to be timed."""
+        least_W = np.maximum(limits.minimum_W, np.minimum(limits.quantum, limits.capacity_W))
+        if limits.rate_W is None or least_W.sum() > batch:
+            return super().fit(batch, counts_W, limits)
+        costs = np.zeros(limits.workers), 1.0 / limits.rate_W
+        return solve(*costs, replace(limits, minimum_W=least_W), batch, counts_W, _BOUND_TOLERANCE).counts_W
 
     def _solve(self, batch: int, counts_W: np.ndarray, limits: Limits) -> np.ndarray:
         return solve(*self.state.model.costs(), limits, batch, counts_W, _BOUND_TOLERANCE).counts_W

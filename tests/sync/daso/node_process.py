@@ -160,8 +160,8 @@ def poisoned(folder):
 
 
 def overlapping(folder):
-    """Steps of at least 40 ms, and a simulated link on which an exchange takes several of them."""
-    sync = Daso(warm_up=0, cool_down=0, between="equal", link=8 * BYTES / 0.3)
+    """Steps of at least 40 ms, and a simulated link on which an exchange takes many, even of slow ones."""
+    sync = Daso(warm_up=0, cool_down=0, between="equal", link=8 * BYTES / 1.2)
     return run(sync, epochs=2, speeds=Simulation(constant([1] * WORKERS), row_time=0.02))
 
 
@@ -169,13 +169,13 @@ def paced(folder):
     """Node 1 is half as fast: first the same steps with fewer samples, then fewer steps."""
     speed = [1.0, 0.5][info.process]
     sync = Daso(warm_up=1, cool_down=0, between="steps")
-    return run(sync, epochs=3, speeds=Simulation(constant([speed] * WORKERS), row_time=0.02))
+    return run(sync, epochs=3, speeds=Simulation(constant([speed] * WORKERS), row_time=0.05))
 
 
 def inside(folder):
     """Node 0 has workers of speeds 1 and 1/4, node 1 one of 1/4: samples follow speed between nodes and within."""
     sync = Daso(warm_up=0, cool_down=0)
-    speeds = Simulation(constant([1.0, 0.25] if info.process == 0 else [0.25]), row_time=0.02)
+    speeds = Simulation(constant([1.0, 0.25] if info.process == 0 else [0.25]), row_time=0.04)
     return run(sync, epochs=4, controller="balanced", rungs=(1, 2, 4), speeds=speeds)
 
 

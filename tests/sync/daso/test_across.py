@@ -42,7 +42,7 @@ def results_of(folder, transport, *jobs):
         processes.append(subprocess.Popen(command, env=kept | variables, cwd=ROOT, stdout=log, stderr=log))
         log.close()
     try:
-        codes = [process.wait(240) for process in processes]
+        codes = [process.wait(280) for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -115,14 +115,14 @@ def test_every_sample_is_computed_once_per_epoch(seen):
 
 
 def test_no_step_waits_for_a_pending_exchange(seen):
-    """Exchanges take 0.3 s and steps 0.04 s: local phases end while an exchange is pending.
+    """Exchanges take 1.2 s and steps 0.04 s: local phases end while an exchange is pending.
 
     An epoch of six steps sends at 0, 4 and 5. The duration of an exchange is unknown at first: received after a step,
     as at the end of an epoch; once it is known, as late as possible, with the next send.
     """
     for node in seen["overlapping"]:
         stale = [record for record in node["journal"] if record["received"] > record["sent"]]
-        assert all(record["seconds"] >= 0.3 for record in stale)
+        assert all(record["seconds"] >= 1.2 for record in stale)
         assert [record["received"] - record["sent"] for record in stale] == [1, 1, 4, 1]
         # A phase that waited would end after the exchange. On a busy machine the last of several may do so anyway.
         assert all(record["overlapped"] >= 1 for record in stale)

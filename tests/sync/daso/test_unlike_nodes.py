@@ -59,7 +59,7 @@ def test_nodes_of_two_clients_equal_nodes_of_one():
     folders = Path(__file__).parent, Path(second_client.__file__).parent, Path(hetjax.__file__).parents[1]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))}
     command = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     one, two, refusal = json.loads(done.stdout.splitlines()[-1])
     assert (one["kinds"], two["kinds"]) == (1, 2)

@@ -47,11 +47,11 @@ def test_48_threads_in_virtual_time(float64):
 
 def test_adaptive_hogbatch_evens_out_the_updates_of_a_cpu_and_a_gpu():
     """With fixed batches nearly all updates are the CPU's (.98 in the paper), adaptively about half of them (.55)."""
-    rows, share = data(9600), {}
+    rows, share = data(4800), {}
     for kind in (Hogbatch, AdaptiveHogbatch):
         options = {"threads": [48, 1], "batches": [48, 384], "smallest": [48, 24], "faithful": True}
         sync = kind(replay=CPU_AND_GPU, scale_rate=True, reference=3840, **options)
-        _, history = run(sync, rows, 4)
+        _, history = run(sync, rows, 3)
         share[kind] = history.more["update_share"][0]
         counted = sum(sync.state_dict()["updates"])  # as published: those of the last epoch
         assert 0 < counted < history.more["updates"] / 2
