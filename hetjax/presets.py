@@ -16,6 +16,7 @@ from hetjax.engines import EngineSpec, as_spec
 from hetjax.fleet.agree import same_start
 from hetjax.planning import controllers
 from hetjax.planning.controllers.base import Controller
+from hetjax.reduce.optimizer import update_size
 from hetjax.sampling.blocks import Blocks
 from hetjax.state import State
 from hetjax.sync import Sync
@@ -192,6 +193,15 @@ def check_stepped(sync: Sync) -> None:
         )
 
 
+def check_update(sync: Sync, update: str) -> None:
+    """Refuse to shard the update of a sync whose replicas differ."""
+    if update == "sharded" and sync.name != "allreduce":
+        raise ValueError(
+            f"update='sharded' needs the sync 'allreduce', whose workers share one set of parameters; with "
+            f"{sync.name!r} they differ. Leave it out."
+        )
+
+
 def check_exchange(sync: Sync, wire: str, delay: int) -> None:
     """Refuse options of the exchange in every step with a sync that exchanges otherwise."""
     for name, value in (("wire", wire), ("delay", delay)):
@@ -200,15 +210,6 @@ def check_exchange(sync: Sync, wire: str, delay: int) -> None:
                 f"{name}={value!r} is an option of the sync 'allreduce', and {sync.name!r} exchanges in its own way. "
                 "Leave it out."
             )
-
-
-def check_update(sync: Sync, update: str) -> None:
-    """Refuse to shard the update of a sync whose replicas differ."""
-    if update == "sharded" and sync.name != "allreduce":
-        raise ValueError(
-            f"update='sharded' needs the sync 'allreduce', whose workers share one set of parameters; with "
-            f"{sync.name!r} they differ. Leave it out."
-        )
 
 
 def check_bucketed(sync: Sync, partition: str) -> None:
@@ -357,11 +358,13 @@ def check_alike(step: Any, state: State) -> None:
         seed=step.seed,
         controller=[step.controller.name, None if step.sync.by_node else step.controller.state_dict()],
         sync=[step.sync.name, step.sync.state_dict()],
+        updates_by_the_optimizer=update_size(step.optimizer, state.params),
         engine=step.sessions.engine_spec.name,
         decay_of_the_moving_average=step.ema_decay,
         quantum=step.quantum,
         compute_dtype=step.sessions.dtypes,
         update=[step.options.update, step.clip_norm],
+        memory=[worker.memory for worker in step.workers.members] if step.workers.by_host else None,
         wire=step.options.wire,
         delay=step.options.delay,
         on_nonfinite=[step.nonfinite.policy, step.nonfinite.max_skips],

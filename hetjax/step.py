@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from hetjax.engines.precision import ComputeDtype, dtypes_by_kind
 from hetjax.engines.session import Session
 from hetjax.engines.specs import PerWorker, per_worker
 from hetjax.evaluation import mean_over, outputs_over
+from hetjax.fleet.agree import problems_shared
 from hetjax.history import Record, RunLog
 from hetjax.nonfinite import NonFiniteError, NonFinitePolicy
 from hetjax.pipeline import Finished, Pipeline, Requests
@@ -168,8 +170,6 @@ class Step:
         self.seed = whole("seed", seed, 0, MOST_SEED)
         self.workers = self.sync.workers(devices)
         log.info("JAX %s, backend %s.", jax.__version__, self.workers.backend)
-        if memory is not None:
-            self.workers = self.workers.with_memory(per_worker("memory", memory, 1, self.workers, _MOST_MEMORY))
         self.clip_norm = None if clip_norm is None else number("clip_norm", clip_norm, above=0)
         self.options = ReduceOptions(_FORMER_TRANSPORTS.get(transport, transport), update, update_on, wire, delay)
         presets.check_exchange(self.sync, wire, delay)
@@ -182,11 +182,14 @@ class Step:
         self.epochs = None if epochs is None else whole("epochs", epochs, 1)
         self.nonfinite = NonFinitePolicy(on_nonfinite, max_skips, processes.index() if self.sync.by_node else None)
         self.wait_limit = number("wait_limit", wait_limit, above=0)
-        self.simulation = as_simulation(speeds, len(self.workers))
+        with problems_shared() if self.workers.several_processes else nullcontext():  # lists may differ
+            if memory is not None:
+                self.workers = self.workers.with_memory(per_worker("memory", memory, 1, self.workers, _MOST_MEMORY))
+            self.simulation = as_simulation(speeds, len(self.workers))
+            capacity_W = per_worker("capacity", capacity, self.batch_size, self.workers)
+            per_worker("max_rows", chosen.engine.max_rows, 1, self.workers)
         self.requests = Requests()
         self.limit = self.batch_size  # maximum samples of a step for these workers
-        capacity_W = per_worker("capacity", capacity, self.batch_size, self.workers)
-        per_worker("max_rows", chosen.engine.max_rows, 1, self.workers)
         if self.sync.by_node:
             self.limit = min(self.limit, int(capacity_W.sum()))
         self.sessions = Sessions(

@@ -132,9 +132,18 @@ def sentences(workers: Workers, found: Mapping[str, Any]) -> list[str]:
             would not be used, with the reason.
     """
     all_rates = float(np.nansum(found["rates_W"]))
+    fastest = float(np.nanmax(found["rates_W"], initial=0.0))
     lines = [
         f"A small CNN, {BATCH} samples per step, balanced, all at once: {all_rates:,.0f} samples/s; with the "
         f"exchange {found['samples_per_s']:,.0f}.",
+        *(
+            [
+                f"All others together reach r = {all_rates / fastest - 1:.2f} times the rate of the fastest worker, so "
+                f"all can be at most 1 + r = {all_rates / fastest:.2f} times as fast as it alone."
+            ]
+            if len(workers) > 1 and fastest > 0
+            else []
+        ),
         f"Sums travel by {_ways(workers, found['transport'])}.",
     ]
     if found["exchange_seconds"] is not None:

@@ -22,7 +22,7 @@ from hetjax.devices.targets import Target, target
 from hetjax.engines import Chunked, ChunkedEngine, Engine, EngineSpec, as_spec
 from hetjax.state import State
 from hetjax.step import Step
-from hetjax.zoo.tasks import make_task
+from hetjax.zoo.tasks import Task, make_task
 
 BATCH = 128
 CONFIGS = {"mlp": "digits", "cnn": "digits", "resnet": "digits", "transformer": "text"}  # models and their data
@@ -133,9 +133,14 @@ def maker(config: str, batch: int) -> Make:
     return found
 
 
-def _small_model(model: str, batch: int, devices: Sequence[Any], engine: EngineSpec) -> tuple[Step, State, Any]:
+def small_task(model: str) -> Task:
+    """The data and the model of a configuration, with random bits in the local phase: dropout, or shifted images."""
     options: dict[str, Any] = {"transformer": {"dropout": 0.1}, "cnn": {"dropout": 0.2}}.get(model, {})
-    task = make_task(CONFIGS[model], model, augment="shift" if model in ("cnn", "resnet") else "none", **options)
+    return make_task(CONFIGS[model], model, augment="shift" if model in ("cnn", "resnet") else "none", **options)
+
+
+def _small_model(model: str, batch: int, devices: Sequence[Any], engine: EngineSpec) -> tuple[Step, State, Any]:
+    task = small_task(model)
     step = Step(task.model, optax.adamw(1e-3), batch_size=batch, devices=devices, engine=engine)
     state = step.init(task.model.params, task.model.model_state)
     return step, state, task.train.rows(np.arange(sample_size(state, step.quantum)))

@@ -11,7 +11,7 @@ from jax.extend.backend import backends
 from hetjax import processes
 from hetjax.devices import fake
 from hetjax.devices.choice import ALL, CPU, Selection, parse
-from hetjax.devices.unused import warn_of_unused
+from hetjax.devices.unused import unused_here, warn_of_unused
 from hetjax.environment import PROCESSES
 
 
@@ -101,10 +101,8 @@ def _selected(part: Selection, cpus: int) -> list[jax.Device]:
     try:
         found = jax.local_devices(backend=part.platform)
     except (RuntimeError, ValueError) as error:
-        raise ValueError(
-            f"There is no {part.platform} that JAX can use here: it has {_present()}. Choose one of these, or install "
-            f"JAX for {part.platform}."
-        ) from error
+        advice = unused_here() or f"Choose one of these, or install JAX for {part.platform}."
+        raise ValueError(f"There is no {part.platform} that JAX can use here: it has {_present()}. {advice}") from error
     if part.indices is None:
         by_user = cpus > 1 and fake.devices_from_environment() is not None
         return found if part.platform != CPU or by_user else found[:cpus]

@@ -37,18 +37,15 @@ _EVERY_GPU = {
 _CUDNN = "platform_name: 'CUDA' dnn_version_info { major: 9 minor: 8 patch: 0 }"
 
 # Operations of a compiled program that are known to be slow, as patterns of its text, by platform.
+_SLOW_EVERYWHERE = {
+    r"\bselect-and-scatter\(": "the gradient of max-pooling by reduce_window: pool by reshape and maximum",
+    r"\bsort\(": "sorting",
+    r"custom_call_target=\"xla_(ffi_)?python": "a call back to the host in every microbatch",
+    r"is_host_transfer=true|\b(?:infeed|outfeed)\(": "a transfer between host and device inside the program",
+}
 _SLOW = {
-    "cuda": {
-        r"\bselect-and-scatter\(": "the gradient of max-pooling by reduce_window: pool by reshape and maximum",
-        r"\bsort\(": "sorting",
-        r"custom_call_target=\"xla_(ffi_)?python": "a call back to the host in every microbatch",
-    },
-    "tpu": {
-        r"\bselect-and-scatter\(": "the gradient of max-pooling by reduce_window: pool by reshape and maximum",
-        r"\bsort\(": "sorting",
-        r"\bf64\[": "float64 is emulated on TPU",
-        r"custom_call_target=\"xla_(ffi_)?python": "a call back to the host in every microbatch",
-    },
+    "cuda": _SLOW_EVERYWHERE,
+    "tpu": _SLOW_EVERYWHERE | {r"\bf64\[": "float64 is emulated on TPU"},
 }
 
 _targets: dict[jax.Device, Target] = {}  # of the devices that were made here

@@ -26,9 +26,14 @@ _INSTALL = {"cuda": "cuda12", "tpu": "tpu"}  # CUDA 12 runs on older drivers and
 @functools.cache
 def warn_of_unused() -> None:
     """Log, once in a process whose JAX is on the CPU, which accelerators it leaves unused."""
-    installed = {re.sub(r"[-_.]+", "-", x.name).lower(): x.version for x in metadata.distributions()}
-    if sentence := unused(list(backends()), installed, jax.config.values.get("jax_platforms")):
+    if sentence := unused_here():
         log.warning("%s", sentence)
+
+
+def unused_here() -> str | None:
+    """A sentence on the accelerators of this machine that JAX leaves unused; None if there are none."""
+    installed = {re.sub(r"[-_.]+", "-", x.name).lower(): x.version for x in metadata.distributions()}
+    return unused(list(backends()), installed, jax.config.values.get("jax_platforms"))
 
 
 def unused(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -28,6 +30,22 @@ def same(**values: Any) -> None:
                 f"{_short(gathered[odd[0]][name])} instead of {_short(gathered[0][name])}. Start all processes with "
                 "the same code, flags and data."
             )
+
+
+@contextmanager
+def problems_shared() -> Iterator[None]:
+    """Raise a ValueError of the body in all processes, with the same sentence. Collective."""
+    problem = None
+    try:
+        yield
+    except ValueError as error:
+        problem = str(error)
+    found = processes.gather(problem)
+    if not any(found):
+        return
+    if len(set(found)) == 1:
+        raise ValueError(found[0])
+    raise ValueError(" ".join(f"Process {process}: {text}" for process, text in enumerate(found) if text))
 
 
 def same_start(state: State, **options: Any) -> None:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from hetjax.devices.compile import expected
 from hetjax.reduce.trainable import has_gradient, trainable
 
 Tree = Any
@@ -58,3 +59,26 @@ def init_optimizer(optimizer: optax.GradientTransformation, params: Tree) -> Tre
             "for instance optax.lbfgs(0.1, linesearch=None)."
         ) from error
     return opt_state
+
+
+def update_size(optimizer: optax.GradientTransformation, params: Tree) -> str:
+    """Size of an optimizer's first two updates of a corner of each parameter, to three digits.
+
+    Unlike the optimizer's state it depends on the learning rate, so processes compare it. Unlike devices round unlike.
+    """
+    corner = lambda x: jnp.full(tuple(min(n, 2) for n in x.shape), 0.5, x.dtype)
+    update = optax.with_extra_args_support(optimizer).update
+
+    def size() -> jax.Array:
+        values = jax.tree.map(corner, trainable(params))
+        state, total = optimizer.init(values), jnp.zeros(())
+        for _ in range(2):  # a warm-up may start from zero
+            updates, state = update(values, state, values, value=jnp.float32(1.0))
+            total += sum(jnp.sum(jnp.abs(x.astype(jnp.float32))) for x in jax.tree.leaves(updates))
+        return total
+
+    try:
+        with expected(), jax.default_device(jax.local_devices(backend="cpu")[0]):
+            return f"{float(jax.jit(size)()):.3g}"
+    except Exception:  # an optimizer may insist on the shapes of its parameters
+        return "unknown"

@@ -15,6 +15,7 @@ from problems import RandomPlans
 
 import hetjax
 from hetjax.adapters.batch_norm import over_groups
+from hetjax.adapters.nnx_versions import List
 from hetjax.sampling.order import Sampler
 
 GROUP, BATCH = 4, 24
@@ -51,8 +52,8 @@ class LinenNet(linen.Module):
 
 class Residual(nnx.Module):
     def __init__(self, rngs, norm):
-        self.convs = nnx.List([nnx.Conv(4, 4, (3,), use_bias=False, rngs=rngs) for _ in range(2)])
-        self.norms = nnx.List([norm(4, momentum=momentum, rngs=rngs) for momentum in (0.9, 0.99)])
+        self.convs = List([nnx.Conv(4, 4, (3,), use_bias=False, rngs=rngs) for _ in range(2)])
+        self.norms = List([norm(4, momentum=momentum, rngs=rngs) for momentum in (0.9, 0.99)])
 
     def __call__(self, x):
         y = jax.nn.relu(self.norms[0](self.convs[0](x)))
@@ -64,7 +65,7 @@ class ResNet(nnx.Module):
 
     def __init__(self, rngs, norm=nnx.BatchNorm):
         self.stem, self.norm = nnx.Conv(5, 4, (3,), rngs=rngs), norm(4, epsilon=1e-3, use_scale=False, rngs=rngs)
-        self.blocks = nnx.List([Residual(rngs, norm) for _ in range(2)])
+        self.blocks = List([Residual(rngs, norm) for _ in range(2)])
         self.head = nnx.Linear(4, 3, rngs=rngs)
 
     def __call__(self, x):
@@ -298,7 +299,7 @@ def test_checkpoints_fit_the_stock_and_the_converted_model():
 def test_a_shared_layer_and_layers_in_lists_keep_their_momentum():
     class Shared(nnx.Module):
         def __init__(self):
-            self.norms = nnx.List([hetjax.BatchNorm(5, group=GROUP, momentum=m) for m in (0.0, 0.5)])
+            self.norms = List([hetjax.BatchNorm(5, group=GROUP, momentum=m) for m in (0.0, 0.5)])
             self.again, self.head = self.norms[1], nnx.Linear(5, 3, rngs=nnx.Rngs(0))
 
         def __call__(self, x):

@@ -131,12 +131,15 @@ OPTIMIZERS = {
 
 
 SLOW = {"reduce_on_plateau"}  # tests/reduce/test_optimizers.py has it with plain optax
+MASKED = {"muon", "multi_transform"}  # their states have gaps, which the nnx.Optimizer of Flax 0.11 does not take
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in OPTIMIZERS]
 )
 def test_an_optimizer_trains_as_in_plain_flax(name):
+    if name in MASKED and not hasattr(nnx, "List"):
+        pytest.skip("plain Flax of this version cannot do it")
     network = Mlp(nnx.Rngs(0))
     state = plain_flax.check_equal(network, square, POINTS, OPTIMIZERS[name])
     frozen = np.array_equal(state.params["layer"]["kernel"][...], network.layer.kernel[...])

@@ -170,18 +170,18 @@ def test_a_callback_into_this_process_is_not_stored(store):
     assert not list(store.iterdir())
 
 
-def test_all_dependencies_of_a_program_are_in_its_key(store, monkeypatch):
+def test_all_dependencies_of_a_program_are_in_its_key(store, monkeypatch, request):
     made()
     for attribute, value in (("__version__", "0.0.1"), ("_host", lambda: "another machine")):
         owner = jax if attribute == "__version__" else compile_module
         with monkeypatch.context() as patched:
             patched.setattr(owner, attribute, value)
             assert made()[1] == 1
-    with jax.enable_x64(True):
-        assert made()[1] == 1
     assert made(donate=(0,))[1] == 1
     assert made(lambda a, b: a + 3 * b)[1] == 1
     assert made()[1] == 0
+    request.getfixturevalue("float64")
+    assert made()[1] == 1
 
 
 @pytest.mark.slow

@@ -1,13 +1,14 @@
-"""Random bits for TPU: apart from their use in programs that hetjax lowers, with the same result."""
+"""Random bits for TPU and CUDA: apart from their use in programs that hetjax lowers, with the same result."""
 
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from hetjax.devices.random_bits import quick_to_compile
 
-BARRIER = "stablehlo.optimization_barrier"
+BARRIER, KERNEL = "stablehlo.optimization_barrier", "cu_threefry2x32_ffi"
 
 
 def masks(seeds):
@@ -18,14 +19,14 @@ def lowered(platform):
     return jax.jit(lambda seeds: masks(seeds)).trace(jnp.arange(3)).lower(lowering_platforms=(platform,)).as_text()
 
 
-def test_a_barrier_follows_random_bits_on_tpu_only_inside_the_block():
-    before = lowered("tpu")
+@pytest.mark.parametrize(("platform", "sign"), [("tpu", BARRIER), ("cuda", KERNEL)])
+def test_random_bits_are_apart_on_accelerators_only_inside_the_block(platform, sign):
+    before = [lowered(platform), lowered("cpu")]
     with quick_to_compile():
-        inside, elsewhere = lowered("tpu"), [lowered("cpu"), lowered("cuda")]
-    assert BARRIER in inside
-    assert BARRIER not in before
-    assert lowered("tpu") == before
-    assert elsewhere == [lowered("cpu"), lowered("cuda")]
+        inside, on_cpu = lowered(platform), lowered("cpu")
+    assert sign in inside
+    assert sign not in before[0]
+    assert [lowered(platform), on_cpu] == before
 
 
 def test_the_lowering_for_tpu_computes_the_bits_of_jax():

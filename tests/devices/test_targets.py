@@ -84,6 +84,7 @@ def test_another_refusal_of_the_compiler_is_passed_on(monkeypatch):
 
 
 def test_slow_operations_are_counted_in_the_text_of_a_program():
+    assert target("v5e").slow_operations("a = (f32[8]{0}, u32[]) send(b, c), is_host_transfer=true")
     text = "a = f32[8]{0} select-and-scatter(b, c, d)\n e = bf16[8]{0} add(f, g)\n"
     found = target("T4").slow_operations(text)
     assert sorted(found.values()) == [1, 1]

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import hetjax
-from hetjax.devices import unused, workers
+from hetjax.devices import chosen, unused, workers
 
 LIKE_COLAB = {"jax": "0.10.2", "jaxlib": "0.10.2", "jax-cuda12-plugin": "0.7.2", "jax-cuda12-pjrt": "0.7.2"}
 WORKING = dict.fromkeys(LIKE_COLAB, "0.7.2")
@@ -63,6 +63,12 @@ def test_the_default_devices_warn_once_and_chosen_ones_do_not(monkeypatch, caplo
         workers.Workers.of(None)
     assert caplog.messages == ["This machine has Tesla T4, but ..."]
     unused.warn_of_unused.cache_clear()
+
+
+def test_a_chosen_gpu_that_jax_cannot_use_is_an_error_that_says_why(monkeypatch):
+    monkeypatch.setattr(chosen, "unused_here", lambda: "This machine has Tesla T4, but JAX is on the CPU: a reason.")
+    with pytest.raises(ValueError, match=r"no gpu that JAX can use here.* This machine has Tesla T4.* a reason\."):
+        hetjax.devices("gpu+cpu")
 
 
 def test_workers_say_their_backend():

@@ -18,6 +18,7 @@ def test_the_notebooks_are_complete():
         "01_quickstart.ipynb",
         "02_your_own_model.ipynb",
         "03_how_it_works.ipynb",
+        "04_cpu_and_gpu.ipynb",
     ]
 
 
@@ -29,10 +30,18 @@ def test_a_notebook_is_stored_with_outputs_and_a_colab_link(path):
         in notebook.cells[0].source
     )
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert "hetjax.devices(4)" in code[0].source
+    assert "hetjax.devices(" in code[0].source
+    assert "JAX_PLATFORMS" not in code[0].source  # a GPU is used where there is one
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
     assert not [out for cell in code for out in cell.outputs if out.output_type == "error"]
     assert path.stat().st_size < 300_000
+
+
+def test_outputs_without_a_gpu_say_so():
+    notebook = nbformat.read(FOLDER / "04_cpu_and_gpu.ipynb", as_version=4)
+    assert "not from a GPU" in notebook.cells[0].source
+    outputs = [out.get("text", "") for cell in notebook.cells for out in cell.get("outputs", [])]
+    assert any("There is no GPU here: a second client of the CPU stands in for it" in text for text in outputs)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)

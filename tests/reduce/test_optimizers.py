@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import hetjax
+from hetjax.reduce.optimizer import update_size
 from hetjax.sync.daso import Daso
 
 RNG = np.random.default_rng(0)
@@ -120,3 +121,14 @@ def test_integers_in_a_flax_model_pass_through():
 def test_integers_alone_are_rejected():
     with pytest.raises(ValueError, match="nothing to train"):
         run(optax.sgd(0.1), fixed({}))
+
+
+def test_processes_can_tell_learning_rates_apart():
+    """The states of these optimizers are alike."""
+    params = {"w": jnp.zeros((3, 2)), "b": jnp.zeros(2)}
+    warm_up = lambda peak: optax.linear_schedule(0.0, peak, 10)
+    for make in (optax.sgd, optax.adam, optax.lion, optax.contrib.muon, lambda rate: optax.adamw(warm_up(rate))):
+        sizes = [update_size(make(rate), params) for rate in (0.1, 0.1, 0.2)]
+        assert sizes[0] == sizes[1] != sizes[2]
+    failing = optax.GradientTransformation(lambda params: None, lambda *_: 1 / 0)
+    assert update_size(failing, params) == "unknown"

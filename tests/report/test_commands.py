@@ -41,6 +41,8 @@ def test_the_fleet_fits_80_columns_and_names_who_is_benched():
     assert lines[1].split() == ["0", "0", "cuda:0", "NVIDIA", "A100-SXM4-80GB", "80.0", "GiB", "120,346", "yes"]
     assert lines[3].split()[-2:] == ["-", "benched"]
     text = " ".join(sentences(workers, found))
+    assert "All others together reach r = 0.17 times the rate of the fastest worker" in text
+    assert "at most 1 + r = 1.17 times as fast as it alone." in text
     assert "Sums travel by host, between processes over ZeroMQ." in text
     assert "A step takes 12.3 ms beyond its slowest local phase." in text
     assert "Worker 2 would be benched: without it a step takes 4.0 instead of 5.0 ms." in text

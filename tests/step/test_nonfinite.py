@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from hetjax import Chunked, NonFiniteError, Trainer
-from hetjax.reduce.finite import all_finite
+from hetjax.reduce.finite import LARGE, NONFINITE, _by_squares, _in_one_pass, all_finite
 from hetjax.sampling.order import Sampler
 from hetjax.sync import AdaptiveSgd, Asynchronous, Daso, Decentralized, Hogbatch
 
@@ -73,6 +73,19 @@ def test_all_finite(dtype, value, finite):
     assert bool(all_finite(jnp.full(3, jnp.finfo(dtype).max)))  # though its squares are infinite
     assert not all_finite([jnp.full(3, jnp.finfo(dtype).max), jnp.full((), value, dtype) * jnp.inf])
     assert all_finite({"key": jax.random.key(0), "count": jnp.int32(3)})
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(
+    ("value", "level"), [(1, 0), (jnp.finfo, LARGE), (np.nan, NONFINITE), (np.inf, NONFINITE), (-np.inf, NONFINITE)]
+)
+def test_the_test_for_accelerators_finds_what_that_for_cpus_finds(dtype, value, level):
+    value = float(jnp.finfo(dtype).max) if value is jnp.finfo else value
+    few, many = jnp.ones(7, dtype).at[3].set(value), jnp.ones(2**14, dtype).at[-1].set(value)
+    level = 0 if dtype == jnp.float16 and level == LARGE else level  # their squares are finite in float32
+    ones = jnp.ones(5, dtype)
+    for arrays in ([few], [ones, few], [many, ones], [ones, few, many]):
+        assert _in_one_pass(arrays) == level == _by_squares(arrays)
 
 
 @pytest.mark.parametrize("transport", ["mesh", "host"])

@@ -143,13 +143,12 @@ def test_bfloat16_compute_keeps_float32_parameters(name):
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_float64_is_never_narrowed(name):
+def test_float64_is_never_narrowed(name, float64):
     """Needed to compare splits in float64."""
-    with jax.enable_x64(True):
-        graph, params = nnx.split(outline(name), nnx.Param)
-        params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float64), params)
-        batch = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, batch_for(name, rows=2))
-        text = str(jax.make_jaxpr(partial(split_scores, graph))(params, batch))
+    graph, params = nnx.split(outline(name), nnx.Param)
+    params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float64), params)
+    batch = jax.tree.map(lambda x: x.astype(np.float64) if x.dtype == np.float32 else x, batch_for(name, rows=2))
+    text = str(jax.make_jaxpr(partial(split_scores, graph))(params, batch))
     assert "f64" in text
     assert "f32" not in text
 
