@@ -121,6 +121,14 @@ class HostSharded(HostSums):
         model_state = jax.tree.map(np.asarray, model_state)
         return HostCore(vector, model_state, owned, frozenset(self.everyone))
 
+    def like(self, core: HostCore, leaves: Sequence[np.ndarray]) -> HostCore:
+        """A core with other parameters and model state, in the other buffer."""
+        vector = self._buffers[core.vector is self._buffers[0]]
+        count = len(jax.tree.leaves(self.trained))
+        self._flatten(list(leaves[:count]), vector)
+        state = jax.tree.unflatten(jax.tree.structure(core.model_state), [np.asarray(leaf) for leaf in leaves[count:]])
+        return replace(core, vector=vector, model_state=state)
+
     def _program(self, k: int) -> PieceProgram:
         if k not in self._programs:
             piece = self.pieces[k]
@@ -369,7 +377,10 @@ class HostSharded(HostSums):
         return with_trained(self.constants, self._tree(core.vector, copy))
 
     def view(self, core: HostCore, step: int, cursor: int) -> State:
-        """The state without an exchange: what other processes hold is gathered where it is read, by all of them."""
+        """The state without an exchange: what other processes hold is gathered where it is read, by all of them.
+
+        Parameters are shown, not copied: they stay as they are until the next step has ended.
+        """
         latest = [core]
 
         def refresh() -> HostCore:
@@ -379,9 +390,16 @@ class HostSharded(HostSums):
         whole = Deferred(lambda: self._gathered(refresh()))
         ema = None if self.rule.ema_decay is None else Deferred(lambda: self._average(refresh()))
         if self.me in core.fresh:
-            return State(self._params(core, copy=True), core.model_state, whole, ema, step, cursor)
+            return State(self._shown(core), core.model_state, whole, ema, step, cursor)
         params, model_state = (Deferred(partial(lambda i: self._current(latest[0])[i], i)) for i in range(2))
         return State(params, model_state, whole, ema, step, cursor)
+
+    def _shown(self, core: HostCore) -> Tree:
+        """The parameters as read-only views of the vector."""
+        vector = [part.view() for part in core.vector]
+        for part in vector:
+            part.flags.writeable = False
+        return with_trained(self.constants, self._tree(vector, copy=False))
 
     def _current(self, core: HostCore) -> tuple[Tree, Tree]:
         if self.me not in core.fresh:
@@ -396,7 +414,8 @@ class HostSharded(HostSums):
 
     def state(self, core: HostCore, step: int, cursor: int) -> State:
         """The whole state, in all processes; collective."""
-        return gathered(self.view(core, step, cursor))
+        state = gathered(self.view(core, step, cursor))
+        return replace(state, params=jax.tree.map(np.copy, state.params))
 
     def evaluated(self, core: HostCore, step: int, cursor: int) -> State:
         """The state without that of the optimizer, in all processes; collective."""

@@ -25,7 +25,7 @@ from hetjax.devices.compile import compile_for, compile_over, expected
 from hetjax.devices.workers import AXIS, Workers
 from hetjax.reduce.base import OnDemand, Replicas
 from hetjax.reduce.cut import HostCut
-from hetjax.reduce.delayed import Delayed, DelayedCore
+from hetjax.reduce.delayed import Delayed
 from hetjax.reduce.host import HostReplicated
 from hetjax.reduce.layout import HOST_SLOTS, Layout, Parts, StepReport, level_of_all, with_bad_update
 from hetjax.reduce.placing import agreed_granularity, meeting_place, room_for_state, update_device
@@ -196,8 +196,10 @@ def _between_hosts(
         reduce.exchange.share_memory()
     else:
         reduce = HostCut(options.wire, *given, left_over=more.get("left_over") if isinstance(more, dict) else None)
-    placed = reduce.place(core)
-    return (Delayed(reduce), DelayedCore(placed)) if options.delay else (reduce, placed)
+    if options.delay:
+        delayed = Delayed(reduce)
+        return delayed, delayed.place(core, more)
+    return reduce, reduce.place(core)
 
 
 def apply_where_finite(layout: Layout, update: Update, core: Any, total: Parts, workers: int) -> tuple[Any, jax.Array]:
