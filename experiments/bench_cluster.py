@@ -141,6 +141,11 @@ def efficiency_by_round(rounds: list[dict[str, Any]], batch: int, ideals: Sequen
     return found
 
 
+def _timed_all(times: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """The steps in which every worker had samples and was timed: on the bench it has none."""
+    return ~np.isnan(times).any(axis=1) & (counts > 0).all(axis=1)
+
+
 def use_by_round(rounds: list[dict[str, Any]]) -> list[float]:
     """Rate of each round over the sum of the workers' own rates in the same steps."""
     found = []
@@ -148,8 +153,8 @@ def use_by_round(rounds: list[dict[str, Any]]) -> list[float]:
         steps, times, counts = (
             np.array(run[key], float)[1 if k else SKIP :] for key in ("step_times", "times", "counts")
         )
-        timed = ~np.isnan(times).any(axis=1)
-        own = (counts[timed].sum(axis=0) / times[timed].sum(axis=0)).sum()
+        timed = _timed_all(times, counts)
+        own = (counts[timed].sum(axis=0) / times[timed].sum(axis=0)).sum() if timed.any() else np.nan
         found.append(float(counts[timed].sum() / steps[timed].sum() / own))
     return found
 
@@ -172,7 +177,8 @@ def figures(run: dict[str, Any], batch: int) -> dict[str, float]:
     steps = np.array(run["step_times"])[SKIP:]
     timed = ~np.isnan(times).any(axis=1)
     overhead = steps[timed] - times[timed].max(axis=1)
-    mean_W = times[timed].mean(axis=0)
+    by_all = _timed_all(times, np.array(run["counts"], float)[SKIP:])
+    mean_W = times[by_all if by_all.any() else timed].mean(axis=0)
     return {
         "samples_per_s": batch * len(steps) / steps.sum(),
         "imbalance": float((mean_W.max() - mean_W.min()) / mean_W.mean()),
@@ -186,7 +192,10 @@ def figures(run: dict[str, Any], batch: int) -> dict[str, float]:
 def noise_ceiling(run: dict[str, Any], overhead_share: float) -> float:
     """Efficiency of the best fixed split, from the seconds per sample of every worker in every step."""
     times, counts = np.array(run["times"], float)[SKIP:], np.array(run["counts"], float)[SKIP:]
-    per_sample = times[~np.isnan(times).any(axis=1)] / counts[~np.isnan(times).any(axis=1)]
+    timed = _timed_all(times, counts)
+    if not timed.any():
+        return float("nan")
+    per_sample = times[timed] / counts[timed]
     fixed = per_sample / per_sample.mean(axis=0)  # a split that equalizes mean times
     return float((fixed.mean(axis=1) / fixed.max(axis=1)).mean() * (1 - overhead_share))
 
@@ -194,7 +203,7 @@ def noise_ceiling(run: dict[str, Any], overhead_share: float) -> float:
 def unrest(run: dict[str, Any]) -> float:
     """F statistic of the workers' log times per sample, relative to the mean of all workers."""
     times, counts = np.array(run["times"], float)[SKIP:], np.array(run["counts"], float)[SKIP:]
-    timed = ~np.isnan(times).any(axis=1)
+    timed = _timed_all(times, counts)
     own = np.log(times[timed] / counts[timed])
     blocks = np.array_split(own - own.mean(axis=1, keepdims=True), 7)
     if min(map(len, blocks)) < 2:

@@ -177,7 +177,8 @@ class LiveState:
     @property
     def params(self) -> Tree:
         """Parameters after this step."""
-        return gathered(self.view(), "params").params
+        shown = gathered(self.view(), "params").params
+        return jax.tree.map(lambda x: x.copy() if isinstance(x, np.ndarray) else x, shown)
 
     @property
     def model_state(self) -> Tree:

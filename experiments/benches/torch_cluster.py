@@ -23,6 +23,7 @@ from hetjax.launch import child
 WORKER = Path(__file__).with_name("torch_worker.py")
 MODES = ("ddp", "hand", "hand-ddp", "dbs@5")
 SKIP = 5  # first steps of a turn
+MOST = 25  # steps of a turn: counts settle at once, or after 5
 
 
 class TorchCluster:
@@ -39,7 +40,7 @@ class TorchCluster:
 
     def __init__(self, python: str, settings: dict[str, Any], groups: Sequence[Path]):
         self.settings = settings | {"modes": MODES}
-        self.steps = max(SKIP + 3, settings["steps"] // settings["rounds"])
+        self.steps = min(max(SKIP + 3, settings["steps"] // settings["rounds"]), MOST)
         self._stack, self._python, self._groups = ExitStack(), python, groups
 
     def __enter__(self) -> TorchCluster:

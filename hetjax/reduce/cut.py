@@ -18,7 +18,7 @@ import numpy as np
 
 from hetjax import profiling
 from hetjax.reduce.exchange import Runs
-from hetjax.reduce.sharded import HostCore, HostSharded, store
+from hetjax.reduce.sharded import HostCore, HostSharded, _store
 from hetjax.reduce.sliced_update import OwnedPiece
 from hetjax.reduce.wire import FORMATS, Cut, quickest
 from hetjax.sampling.order import PlannedStep
@@ -48,6 +48,7 @@ class HostCut(HostSharded):
         self._lengths = [[stop - start for _, start, stop in piece.runs] for piece in self.pieces]
         self._use("float32" if wire == "auto" else wire)
         if wire == "auto":
+            self.exchange.share_memory()
             self._use(quickest(self._exchange_once))
         self._given_left = left_over
 
@@ -108,11 +109,11 @@ class HostCut(HostSharded):
             return cut.split(k, cut.whole(k, runs, samples)) if k in cut.left else runs
 
         read = lambda frames, sender, slot: cut.decoded(k, frames, sender not in computing, slot)
-        return self.exchange.total(k, own, senders, read)
+        return self.exchange.total(k, parts, senders, read, own)
 
-    def _updated(self, core: HostCore, k: int) -> Runs:
+    def _before_update(self, core: HostCore, k: int) -> Runs:
         masters = core.owned[k].masters
-        return super()._updated(core, k) if masters is None else masters
+        return super()._before_update(core, k) if masters is None else masters
 
     def _store_own(
         self, new: list[np.ndarray], core: HostCore, owned: dict[int, OwnedPiece], k: int, params: Runs
@@ -131,7 +132,7 @@ class HostCut(HostSharded):
             return
         with profiling.phase("cut"):
             moved = self.cut.moved(k, self._piece_of(core.vector, k), result)
-        store(new, self.pieces[k], moved)
+        _store(new, self.pieces[k], moved)
 
     def _end(self, step: PlannedStep, applied: bool) -> None:
         if self.cut is None:
@@ -155,16 +156,15 @@ class HostCut(HostSharded):
             runs = exchange.runs_of(parts, k)
             return form.encode(np.concatenate(runs)) if form is not None and k in exchange.cut else runs
 
-        exchange.send(frames_of, np.zeros(1, np.float32), others)
+        exchange.send(parts, np.zeros(1, np.float32), others, frames_of)
         exchange.tail(np.zeros(1, np.float32), everyone)
         read = None if cut is None else lambda k, frames, sender, slot: cut.decoded(k, frames, False, slot)
-        own = lambda k: exchange.runs_of(parts, k)
         for k in self._own_pieces():
-            runs = exchange.total(k, partial(own, k), everyone, None if read is None else partial(read, k))
+            runs = exchange.total(k, parts, everyone, None if read is None else partial(read, k))
             sent = runs if form is None else form.encode(np.concatenate(runs))
             exchange.publish(k, np.zeros(1), sent, others, like_sums=k in self._plain)
         if self.state_piece is not None and exchange.owners[self.state_piece] == self.me:
-            exchange.total(self.state_piece, partial(own, self.state_piece), everyone)
+            exchange.total(self.state_piece, parts, everyone)
         for k in range(len(self.pieces)):
             if exchange.owners[k] != self.me:
                 _, came = exchange.result(k, like_sums=k in self._plain)
@@ -189,18 +189,18 @@ class HostCut(HostSharded):
         zeros = [np.zeros(size, np.float32) for size in self.layout.sizes]
         runs_of = lambda k: cut.split(k, cut.left[k]) if k in cut.left else exchange.runs_of(zeros, k)
         travels_cut, exchange.cut = exchange.cut, frozenset()
-        exchange.send(runs_of, np.zeros(1, np.float32), others)
+        exchange.send(zeros, np.zeros(1, np.float32), others, runs_of)
         exchange.tail(np.zeros(1, np.float32), self.everyone)
         for k in range(len(exchange.owners)):
             if exchange.owners[k] != self.me:
                 continue
-            runs = exchange.total(k, partial(runs_of, k), self.everyone)
+            runs = exchange.total(k, zeros, self.everyone, own=partial(runs_of, k))
             if k < len(self.pieces):
-                store(sums, self.pieces[k], runs)
+                _store(sums, self.pieces[k], runs)
                 exchange.publish(k, np.zeros(1), runs, others)
         for k in range(len(self.pieces)):
             if exchange.owners[k] != self.me:
-                store(sums, self.pieces[k], exchange.result(k)[1])
+                _store(sums, self.pieces[k], exchange.result(k)[1])
         exchange.cut = travels_cut
         exchange.end()
         for k, piece in enumerate(self.pieces):
@@ -210,7 +210,7 @@ class HostCut(HostSharded):
                 masters = core.owned[k].masters
                 assert masters is not None
                 own = [np.asarray(a) - b for a, b in zip(masters, self._piece_of(core.vector, k), strict=True)]
-            store(differences, piece, self._shared(exchange.owners[k], own, like))
+            _store(differences, piece, self._shared(exchange.owners[k], own, like))
         return {"sums": self._float_tree(sums), "differences": self._float_tree(differences)}
 
     def _float_tree(self, vector: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -7,21 +7,25 @@ Step n computes its gradient g_n at parameters that lack the update of the step 
 This is another algorithm than the synchronous one: stochastic gradient descent with a delay of one (Langford, Smola and
 Zinkevich, NeurIPS 2009). It needs smaller learning rates, or a warm-up.
 
-A checkpoint, an evaluation with other samples, or the end of a run waits for the sums in flight. So the state after n
-steps holds all n updates, and a run that is resumed from it takes the same steps as one that only saved it.
+The state after n steps holds all n updates, for which whoever reads it waits. A checkpoint also holds the parameters
+that the next step reads, 4 bytes per parameter, so a run that is resumed takes the same steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import jax
+import numpy as np
 
 from hetjax.reduce.base import Replicas
 from hetjax.reduce.layout import Parts, StepReport
+from hetjax.reduce.trainable import trainable
 from hetjax.sampling.order import PlannedStep
-from hetjax.state import State
+from hetjax.state import Deferred, State, gathered
 
 
 @dataclass
@@ -30,7 +34,6 @@ class DelayedCore:
 
     read: Any
     exchange: Future[tuple[Any, Any]] | None = None  # -> (core, tail); None: nothing is in flight
-    saved: bool = False  # a state was made of it in all processes
 
     def latest(self) -> Any:
         """The core with all updates; waits for the exchange."""
@@ -64,20 +67,37 @@ class Delayed:
         """Parameters without the update in flight."""
         return self.reduce.replicas(core.read, None)
 
-    def prepare(self, core: DelayedCore, step: PlannedStep) -> DelayedCore:
-        """After a state was made in all processes, go on from it, as a resumed run does."""
-        return DelayedCore(core.latest()) if core.saved else core
-
     def view(self, core: DelayedCore, step: int, cursor: int) -> State:
         """The state with all updates, as this process holds it."""
-        return self.reduce.view(core.latest(), step, cursor)
+        state = self.reduce.view(core.latest(), step, cursor)
+        return replace(state, more=Deferred(lambda: self._more(core, gathered(state, "more").more)))
 
     def state(self, core: DelayedCore, step: int, cursor: int) -> State:
         """The whole state with all updates; collective."""
-        core.saved = True
-        return self.reduce.state(core.latest(), step, cursor)
+        state = self.reduce.state(core.latest(), step, cursor)
+        return replace(state, more=self._more(core, state.more))
 
     def evaluated(self, core: DelayedCore, step: int, cursor: int) -> State:
         """The state with all updates but without that of the optimizer; collective."""
-        core.saved = True
         return self.reduce.evaluated(core.latest(), step, cursor)
+
+    def _more(self, core: DelayedCore, more: Any) -> Any:
+        """What `State.more` holds besides: the parameters and model state that the next step reads."""
+        if core.exchange is None:
+            return more
+        read = self.reduce.view(core.read, 0, 0)
+        behind = [np.array(leaf) for leaf in jax.tree.leaves((trainable(read.params), read.model_state))]
+        return {**(more or {}), "behind": behind}
+
+    def place(self, core: Any, more: Any) -> DelayedCore:
+        """The core to start from, reading what the run before read in its last step."""
+        placed = self.reduce.place(core)
+        if not isinstance(more, dict) or "behind" not in more:
+            return DelayedCore(placed)
+        return DelayedCore(self.reduce.like(placed, more["behind"]), _done((placed, None)))
+
+
+def _done(result: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future

@@ -9,8 +9,8 @@ network and adding overlap. All processes add the same numbers in the same order
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Container, Sequence
+from typing import Any, Literal
 
 import numpy as np
 
@@ -40,10 +40,20 @@ class SumExchange:
         self.channel, self.process = channel, process
         self.runs, self.dtype = runs, np.dtype(dtype)
         self.owners = [process] * len(runs)  # of each piece
-        self.same_host = SameHost([sum(stop - start for _, start, stop in piece) for piece in runs], self.dtype)
+        self.same_host: SameHost | None = None
         self.cut: frozenset[int] = frozenset()  # pieces whose sums travel in another form than they have
         self._sent: dict[int, list[Any]] = {}  # trackers of results, whose buffers are used again
         self._totals: dict[int, Runs] = {}
+
+    def share_memory(self) -> None:
+        """Let processes of one host exchange pieces in shared memory; all processes call this."""
+        sizes = [sum(stop - start for _, start, stop in piece) for piece in self.runs]
+        self.same_host = SameHost(sizes, self.dtype)
+
+    @property
+    def _near(self) -> Container[int]:
+        """Processes that read what this one writes into shared memory."""
+        return () if self.same_host is None else self.same_host.readers
 
     @property
     def own(self) -> list[int]:
@@ -54,23 +64,27 @@ class SumExchange:
         """The runs of a piece in the parts of a vector."""
         return [parts[part][start:stop] for part, start, stop in self.runs[k]]
 
-    def send(self, frames_of: Callable[[int], Frames] | None, tail: np.ndarray, listeners: Sequence[int]) -> None:
+    def send(
+        self, parts: Sequence[np.ndarray] | None, tail: np.ndarray, listeners: Sequence[int],
+        frames_of: Callable[[int], Frames] | None = None,
+    ) -> None:  # fmt: skip
         """Start a round: send the tail to all listeners, and the pieces of the sums to their owners.
 
         Args:
-            frames_of: the runs of a piece, or its frames if it is in `self.cut`; they must not change before the next
-                round. None: this process has no sums.
+            parts: the sums of this process, which must not change before the next round; None: it has none.
             tail: its tail.
             listeners: other processes that receive the tail.
+            frames_of: makes the frames of a piece, if it is in `self.cut`. Default: its runs in the parts.
         """
         with profiling.phase("send"):
             for peer in listeners:
                 self.channel.send(peer, _TAIL, [tail])
-            for k, owner in enumerate(self.owners if frames_of is not None else ()):
+            for k, owner in enumerate(self.owners if parts is not None else ()):
                 if owner != self.process:
-                    assert frames_of is not None
-                    frames = frames_of(k)
-                    if owner in self.same_host.readers and k not in self.cut:
+                    assert parts is not None
+                    frames = self.runs_of(parts, k) if frames_of is None else frames_of(k)
+                    if owner in self._near and k not in self.cut:
+                        assert self.same_host is not None
                         np.concatenate(frames, out=self.same_host.sums(k))
                         frames = []
                     self.channel.send(owner, 1 + k, frames)
@@ -86,14 +100,18 @@ class SumExchange:
         assert total is not None
         return total
 
-    def total(self, k: int, own: Callable[[], Runs], senders: Sequence[int], read: Read | None = None) -> Runs:
+    def total(
+        self, k: int, parts: Sequence[np.ndarray] | None, senders: Sequence[int], read: Read | None = None,
+        own: Callable[[], Runs] | None = None,
+    ) -> Runs:  # fmt: skip
         """The sums of an own piece over these processes, in process order.
 
         Args:
             k: number of the piece.
-            own: the runs of this process, if it is among the senders.
+            parts: the sums of this process, if it is among the senders.
             senders: processes with sums.
             read: (frames, sender, slot) -> runs, for a piece that travels cut; it may use two slots of memory in turn.
+            own: makes the runs of this process. Default: those in the parts.
         """
         with profiling.phase("receive"):
             for tracker in self._sent.pop(k, []):
@@ -102,12 +120,12 @@ class SumExchange:
         held: Runs | None = None  # the first summand: added to the second one without a copy
         for number, sender in enumerate(senders):
             if sender == self.process:
-                came = own()
+                came = self.runs_of(parts or [], k) if own is None else own()
             else:
                 with profiling.phase("receive"):
                     frames = self.channel.receive(sender, 1 + k)
                 if read is None:
-                    came = self._runs_of(k, frames, self.same_host.sums, sender)
+                    came = self._runs_of(k, frames, sender, "sums")
                 else:
                     came = read(frames, sender, min(number, 1))
             if number == 0:
@@ -137,8 +155,9 @@ class SumExchange:
         """
         number = 1 + len(self.owners) + k
         with profiling.phase("return"):
-            near = [peer for peer in to if like_sums and peer in self.same_host.readers]
+            near = [peer for peer in to if like_sums and peer in self._near]
             if near:
+                assert self.same_host is not None
                 np.concatenate(runs, out=self.same_host.result(k))
             for peer in near:
                 self.channel.send(peer, number, [header])
@@ -149,13 +168,15 @@ class SumExchange:
         """The header and the runs of another process's result, or its frames; they are valid in this round only."""
         with profiling.phase("gather"):
             header, *frames = self.channel.receive(self.owners[k], 1 + len(self.owners) + k)
-        runs = self._runs_of(k, frames, self.same_host.result, self.owners[k]) if like_sums else frames
+        runs = self._runs_of(k, frames, self.owners[k], "result") if like_sums else frames
         return np.frombuffer(header, np.float64), runs
 
-    def _runs_of(self, k: int, frames: Sequence[Any], place: Any, peer: int) -> Runs:
+    def _runs_of(self, k: int, frames: Sequence[Any], peer: int, what: Literal["sums", "result"]) -> Runs:
         """The runs of a piece that came in frames, or without any by shared memory."""
         if frames:
             return [self._read(frame) for frame in frames]
+        assert self.same_host is not None
+        place = self.same_host.sums if what == "sums" else self.same_host.result
         cuts = np.cumsum([stop - start for _, start, stop in self.runs[k]])[:-1]
         return np.split(place(k, peer), cuts)
 

@@ -6,7 +6,6 @@ Every process receives the totals and applies the same update; `hetjax.reduce.sh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -170,11 +169,11 @@ class HostReplicated(HostSums):
             parts = self.local_sums(parts_w, step) if self.me in senders else None
             tail = self.own_tail(parts, slots_w)
         others = [process for process in self.everyone if process != self.me]
-        exchange.send(None if parts is None else partial(exchange.runs_of, parts), tail, others)
+        exchange.send(parts, tail, others)
         tail = exchange.tail(tail, self.everyone)
         level, mine = 0.0, exchange.own
         for k in mine:
-            runs = exchange.total(k, partial(exchange.runs_of, parts or [], k), senders)
+            runs = exchange.total(k, parts, senders)
             with profiling.phase("check"):
                 header = np.array([level_of(runs, sum_of_squares(runs))])
             exchange.publish(k, header, runs, others)

@@ -18,11 +18,13 @@ import mmap
 import os
 import secrets
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
 from hetjax import processes
 
+_NAME = "hetjax"  # in /proc only
 _PAGE = 4096
 
 
@@ -67,9 +69,9 @@ class SameHost:
 
 
 def _network() -> str:
-    """What names the network of this process: containers and namespaces with their own count as other hosts."""
+    """What names this host and its network: containers and namespaces with a network of their own are other hosts."""
     try:
-        return os.readlink("/proc/self/ns/net")
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/net")
     except OSError:
         return ""
 
@@ -82,7 +84,7 @@ def _aligned(size: int, dtype: np.dtype) -> int:
 def _created(size: int, token: bytes) -> tuple[mmap.mmap | None, int]:
     """Memory of this process and its descriptor, 0 if there is none on this platform; pages are taken when written."""
     try:
-        descriptor = os.memfd_create("hetjax")
+        descriptor = os.memfd_create(_NAME)
         os.ftruncate(descriptor, size)
         memory = mmap.mmap(descriptor, size)
     except (AttributeError, OSError):
@@ -95,8 +97,11 @@ def _mapped(pid: int, descriptor: int, token: bytes) -> mmap.mmap | None:
     """The memory of another process; None if it is on another host or may not be read."""
     if not descriptor:
         return None
+    path = f"/proc/{pid}/fd/{descriptor}"
     try:
-        opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY)
+        if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
+            return None
+        opened = os.open(path, os.O_RDONLY)
     except OSError:
         return None
     try:

@@ -121,6 +121,14 @@ class HostSharded(HostSums):
         model_state = jax.tree.map(np.asarray, model_state)
         return HostCore(vector, model_state, owned, frozenset(self.everyone))
 
+    def like(self, core: HostCore, leaves: Sequence[np.ndarray]) -> HostCore:
+        """A core with other parameters and model state, in the other buffer."""
+        vector = self._buffers[core.vector is self._buffers[0]]
+        count = len(jax.tree.leaves(self.trained))
+        self._flatten(list(leaves[:count]), vector)
+        state = jax.tree.unflatten(jax.tree.structure(core.model_state), [np.asarray(leaf) for leaf in leaves[count:]])
+        return replace(core, vector=vector, model_state=state)
+
     def _program(self, k: int) -> PieceProgram:
         if k not in self._programs:
             piece = self.pieces[k]
@@ -163,7 +171,7 @@ class HostSharded(HostSums):
         if parts is None and self.me in senders:  # its last sum: see `HostCut`
             parts = [np.zeros(size, self.layout.dtype) for size in self.layout.sizes]
         frames_of = None if parts is None else partial(self._frames, parts, step)
-        exchange.send(frames_of, tail, [process for process in involved if process != self.me])
+        exchange.send(parts, tail, [process for process in involved if process != self.me], frames_of)
         tail = exchange.tail(tail, involved)
         values = tail[: self.layout.values]
         loss, weight = float(values[0]), float(values[1])
@@ -188,7 +196,7 @@ class HostSharded(HostSums):
             else:
                 with profiling.phase("update"):
                     params, owned[k], wrong = self._programs[k](
-                        self._updated(core, k), core.owned[k], runs, weight, loss, scale, own_level
+                        self._before_update(core, k), core.owned[k], runs, weight, loss, scale, own_level
                     )
                 header = np.array([own_level, wrong])
                 sent = self._store_own(new, core, owned, k, params)
@@ -218,9 +226,9 @@ class HostSharded(HostSums):
 
     def _total(self, parts: list[np.ndarray] | None, step: PlannedStep, senders: Sequence[int], k: int) -> Runs:
         """The sums of an own piece."""
-        return self.exchange.total(k, lambda: self.exchange.runs_of(parts or [], k), senders)
+        return self.exchange.total(k, parts, senders)
 
-    def _updated(self, core: HostCore, k: int) -> Runs:
+    def _before_update(self, core: HostCore, k: int) -> Runs:
         """The parameters that the update of an own piece starts from."""
         return _runs(core.vector, self.pieces[k])
 
@@ -228,12 +236,12 @@ class HostSharded(HostSums):
         self, new: list[np.ndarray], core: HostCore, owned: dict[int, OwnedPiece], k: int, params: Runs
     ) -> Sequence[Any]:
         """Store the new parameters of an own piece; what the others receive."""
-        store(new, self.pieces[k], params)
+        _store(new, self.pieces[k], params)
         return params
 
     def _store_result(self, new: list[np.ndarray], core: HostCore, k: int, result: Sequence[Any]) -> None:
         """Store what the owner of a piece has sent."""
-        store(new, self.pieces[k], result)
+        _store(new, self.pieces[k], result)
 
     def _end(self, step: PlannedStep, applied: bool) -> None:
         """A step has ended, with or without an effect."""
@@ -369,7 +377,10 @@ class HostSharded(HostSums):
         return with_trained(self.constants, self._tree(core.vector, copy))
 
     def view(self, core: HostCore, step: int, cursor: int) -> State:
-        """The state without an exchange: what other processes hold is gathered where it is read, by all of them."""
+        """The state without an exchange: what other processes hold is gathered where it is read, by all of them.
+
+        Parameters are shown, not copied: they stay as they are until the next step has ended.
+        """
         latest = [core]
 
         def refresh() -> HostCore:
@@ -379,9 +390,16 @@ class HostSharded(HostSums):
         whole = Deferred(lambda: self._gathered(refresh()))
         ema = None if self.rule.ema_decay is None else Deferred(lambda: self._average(refresh()))
         if self.me in core.fresh:
-            return State(self._params(core, copy=True), core.model_state, whole, ema, step, cursor)
+            return State(self._shown(core), core.model_state, whole, ema, step, cursor)
         params, model_state = (Deferred(partial(lambda i: self._current(latest[0])[i], i)) for i in range(2))
         return State(params, model_state, whole, ema, step, cursor)
+
+    def _shown(self, core: HostCore) -> Tree:
+        """The parameters as read-only views of the vector."""
+        vector = [part.view() for part in core.vector]
+        for part in vector:
+            part.flags.writeable = False
+        return with_trained(self.constants, self._tree(vector, copy=False))
 
     def _current(self, core: HostCore) -> tuple[Tree, Tree]:
         if self.me not in core.fresh:
@@ -396,7 +414,8 @@ class HostSharded(HostSums):
 
     def state(self, core: HostCore, step: int, cursor: int) -> State:
         """The whole state, in all processes; collective."""
-        return gathered(self.view(core, step, cursor))
+        state = gathered(self.view(core, step, cursor))
+        return replace(state, params=jax.tree.map(np.copy, state.params))
 
     def evaluated(self, core: HostCore, step: int, cursor: int) -> State:
         """The state without that of the optimizer, in all processes; collective."""
@@ -420,7 +439,7 @@ class HostSharded(HostSums):
         for k, piece in enumerate(self.pieces):
             like = [jax.ShapeDtypeStruct((stop - start,), self.layout.dtype) for _, start, stop in piece.runs]
             own = [np.asarray(run) for run in core.owned[k].ema or []] if k in core.owned else None
-            store(vector, piece, self._shared(self.exchange.owners[k], own, like))
+            _store(vector, piece, self._shared(self.exchange.owners[k], own, like))
         return with_trained(self.constants, self._tree(vector, copy=True))
 
     def _shared(self, owner: int, own: list[np.ndarray] | None, like: Sequence[Any]) -> list[np.ndarray]:
@@ -535,7 +554,7 @@ def _runs(vector: Sequence[np.ndarray], piece: Piece) -> Runs:
     return [vector[part][start:stop] for part, start, stop in piece.runs]
 
 
-def store(vector: Sequence[np.ndarray], piece: Piece, runs: Sequence[Any]) -> None:
+def _store(vector: Sequence[np.ndarray], piece: Piece, runs: Sequence[Any]) -> None:
     """Write the runs of a piece into a vector."""
     with profiling.phase("store"):
         for (part, start, stop), run in zip(piece.runs, runs, strict=True):

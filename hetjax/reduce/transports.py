@@ -25,7 +25,7 @@ from hetjax.devices.compile import compile_for, compile_over, expected
 from hetjax.devices.workers import AXIS, Workers
 from hetjax.reduce.base import OnDemand, Replicas
 from hetjax.reduce.cut import HostCut
-from hetjax.reduce.delayed import Delayed, DelayedCore
+from hetjax.reduce.delayed import Delayed
 from hetjax.reduce.host import HostReplicated
 from hetjax.reduce.layout import HOST_SLOTS, Layout, Parts, StepReport, level_of_all, with_bad_update
 from hetjax.reduce.placing import agreed_granularity, meeting_place, room_for_state, update_device
@@ -183,7 +183,9 @@ def _between_hosts(
     rate_P = np.bincount(workers.process_W, rate_W)
     if rule is None or options.update == "replicated":  # wire 'auto' is float32 then
         placed = _private_copy(jax.device_put(core, SingleDeviceSharding(workers.own[0])))
-        return HostReplicated(workers, layout, update, placed, shares(rate_P)), placed
+        replicated = HostReplicated(workers, layout, update, placed, shares(rate_P))
+        replicated.exchange.share_memory()
+        return replicated, placed
     rule_of_slices = ShardedRule(
         rule.optimizer, rule.advance, rule.ema_decay, rule.clip_norm, agreed_granularity(rule.optimizer, core[0])
     )
@@ -191,10 +193,13 @@ def _between_hosts(
     given = workers, layout, rule_of_slices, core, rate_P, limit_P, update_device(options, workers)
     if options.wire == "float32":
         reduce = HostSharded(*given)
+        reduce.exchange.share_memory()
     else:
         reduce = HostCut(options.wire, *given, left_over=more.get("left_over") if isinstance(more, dict) else None)
-    placed = reduce.place(core)
-    return (Delayed(reduce), DelayedCore(placed)) if options.delay else (reduce, placed)
+    if options.delay:
+        delayed = Delayed(reduce)
+        return delayed, delayed.place(core, more)
+    return reduce, reduce.place(core)
 
 
 def apply_where_finite(layout: Layout, update: Update, core: Any, total: Parts, workers: int) -> tuple[Any, jax.Array]:

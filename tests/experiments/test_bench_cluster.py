@@ -25,7 +25,10 @@ from bench_cluster import (
     unrest,
     use_by_round,
 )
+from benches.breakdown import breakdown, table
 from benches.cluster_worker import swapped
+from benches.torch_cluster import MODES, figures_of_torch
+from benches.torch_cluster import SKIP as SKIP_IN_TORCH
 from rich.console import Console
 
 from hetjax.launch.quotas import QuotasRefused, find_cgroup_root
@@ -131,6 +134,37 @@ def test_the_fastest_and_the_slowest_are_swapped():
     assert swapped([0.5, 0.5]) == [0.5, 0.5]
 
 
+def test_the_time_outside_belongs_to_the_process_that_was_slowest_in_a_step():
+    phases_P = [
+        [{"send": 0.5, "reduce": 0.5}, {"send": 0.004, "gather": 0.002, "reduce": 0.008, "place": 0.001}],
+        [{}, {"send": 0.1, "reduce": 0.1}],
+    ]
+    run = {"times": [[9, 9], [0.3, 0.2]], "step_times": [9, 0.312], "phases": phases_P}
+    found = breakdown(run, skip=1)
+    assert found["outside_ms"] == pytest.approx(12) == pytest.approx(sum(found["by_cause"].values()))
+    assert found["by_cause"]["send"] == pytest.approx(4)
+    assert found["by_cause"]["rest of the exchange"] == pytest.approx(2)
+    assert found["by_cause"]["host, before and after"] == pytest.approx(3)
+    assert found["by_process"][1]["send"] == pytest.approx(100)
+    assert table(found).row_count == len(found["by_cause"]) + 1
+
+
+def test_rounds_of_phases_are_joined_like_their_steps():
+    one = {"counts": [1, 2], "times": [1, 2], "step_times": [1, 2], "changed": [], "recompiles": 0}
+    first, later = one | {"phases": [["a", "b"], ["c", "d"]]}, one | {"phases": [["e", "f"], ["g", "h"]]}
+    assert joined([first, later])["phases"] == [["a", "b", "f"], ["c", "d", "h"]]
+
+
+def test_figures_of_torch_are_relative_to_the_rates_around_each_turn():
+    steps = [9.0] * SKIP_IN_TORCH + [0.5] * 4
+    times = [[9.0, 9.0]] * SKIP_IN_TORCH + [[0.4, 0.3]] * 4
+    turn = [{"step_times": steps, "times": times, "solo": [100, 60], "solo_after": [80, 80]} for _ in MODES]
+    for row in figures_of_torch([turn, turn], batch=64).values():
+        assert row["samples_per_s"] == pytest.approx(128)
+        assert row["efficiency_by_round"] == pytest.approx([0.8, 0.8])
+        assert row["overhead_ms"] == pytest.approx(100)
+
+
 def test_names_and_periods_of_controllers():
     assert _parse_controller("dbs") == ("dbs@5", "dbs", {"every": 5})  # not DBS as published: the table says so
     assert _parse_controller("dbs@7") == ("dbs@7", "dbs", {"every": 7})
@@ -175,7 +209,7 @@ def test_a_quick_run(tmp_path):
     except QuotasRefused as refused:
         pytest.skip(str(refused))
     path = tmp_path / "cluster.json"
-    command = [sys.executable, "experiments/bench_cluster.py", "--quick", "--swap-every", "15"]
+    command = [sys.executable, "experiments/bench_cluster.py", "--quick", "--swap-every", "15", "--breakdown"]
     environment = os.environ | {"XLA_FLAGS": quick_compiles.FLAGS}
     bench = subprocess.Popen(
         [*command, "--batch-size", "64", "--json", str(path)], cwd=ROOT, env=environment | {"PYTHONPATH": str(ROOT)},
@@ -198,6 +232,9 @@ def test_a_quick_run(tmp_path):
     assert results["lead"] == pytest.approx(
         {"equal": results["efficiency"]["balanced"] - results["efficiency"]["equal"]}
     )
+    causes = results["breakdown"]["balanced"]["by_cause"]
+    assert causes["send"] > 0
+    assert causes["update"] > 0
     leftover = subprocess.run(["ps", "-o", "args=", "-s", str(bench.pid)], capture_output=True, text=True).stdout
     assert leftover == ""
     assert not list(home.path.rglob(f"hetjax-{bench.pid}-*"))

@@ -148,6 +148,13 @@ def test_namespaces_are_removed_after_an_exception():
         assert f"hetjax-{os.getpid()}-" not in namespaces()
 
 
+def test_the_floor_of_a_link():
+    """Two nodes: each sends half of the sums, and half of the results; 4.1 s for 12 steps over 100 Mbit/s."""
+    assert bench_daso.floor(100, 1_068_810, 12, 2, 32) == pytest.approx(12 * 4 * 1_068_810 * 8 / 1e8)
+    assert bench_daso.floor(100, 1_068_810, 12, 2, 8) == pytest.approx(bench_daso.floor(100, 1_068_810, 12, 2, 32) / 4)
+    assert bench_daso.floor(0, 1_068_810, 12, 2, 32) == 0
+
+
 def test_a_quick_run(tmp_path):
     path = tmp_path / "daso.json"
     command = [sys.executable, "experiments/bench_daso.py", "--quick", "--methods", "allreduce,allreduce-16,daso"]

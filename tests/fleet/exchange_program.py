@@ -1,7 +1,8 @@
 """Exchanges between processes in fewer bits and with delay, over the processes of the launcher: CASE FOLDER.
 
     cut       a loss that is linear in the parameters: the sum of all gradients is known, so nothing may be lost
-    delay     delayed updates, with a state in between from which the run goes on
+    delay     delayed updates, and a run resumed from a state in between
+    resumed   a run in 8 bits, resumed in the same format and in float32
     refused   options that do not go together
 
 Every process writes its results as JSON.
@@ -116,9 +117,17 @@ def resumed(info):
 def delay(info):
     import optax
 
+    import hetjax
+
     squared = lambda params, batch, keys: (batch["x"] @ params["w"] - batch["y"]) ** 2
     params = {"w": np.zeros(6, np.float32)}
-    found, losses = stepped(squared, optax.sgd(RATE, momentum=0.9), params, SAVED, delay=1)
+    optimizer = optax.sgd(RATE, momentum=0.9)
+    found, losses = stepped(squared, optimizer, params, SAVED, delay=1)
+    with hetjax.Step(squared, optimizer, batch_size=32, controller="equal", delay=1) as step:
+        state = found["saved"]
+        for batch in batches()[SAVED:]:
+            state, _ = step(state, batch)
+        found["resumed"] = step.export(state)
     return {"params": {name: np.asarray(state.params["w"]).tolist() for name, state in found.items()}, "losses": losses}
 
 
