@@ -17,6 +17,7 @@ from rich.table import Table
 
 from hetjax import processes
 from hetjax.adapters.contract import control, example_keys
+from hetjax.arguments import whole
 from hetjax.devices import memory
 from hetjax.devices.chosen import chosen_devices
 from hetjax.devices.workers import Workers
@@ -30,31 +31,36 @@ BATCH, STEPS = 512, 32  # steps that also try what the fleet does without a memb
 TOLERANCE = 1e-4  # relative difference of two updates that rounding explains
 
 
-def main(devices: str | int | None) -> None:
+def main(devices: str | int | None, parameters: int | None = None) -> None:
     """Join the other processes, if the launcher started several, and check the fleet; process 0 prints.
 
     Args:
         devices: the devices of this process, as for `hetjax.devices`.
+        parameters: size of the model whose exchange is timed. Default: that of the small CNN that is trained.
 
     Raises:
         AssertionError: one step of the fleet differs from the same step on one device.
     """
     rank = initialize(devices=devices)
-    check(devices, Console(quiet=not rank.first))
+    check(devices, Console(quiet=not rank.first), parameters)
 
 
-def check(devices: str | int | None, console: Console) -> None:
+def check(devices: str | int | None, console: Console, parameters: int | None = None) -> None:
     """Check the devices of all processes and print the results. Collective.
 
     Args:
         devices: the devices of this process, as for `hetjax.devices`.
         console: where to print.
+        parameters: size of the model whose exchange is timed. Default: that of the small CNN that is trained.
 
     Raises:
         AssertionError: one step of the fleet differs from the same step on one device.
     """
+    if parameters is not None:
+        parameters = whole("parameters", parameters, 1, 2**31)
+    chosen = chosen_devices(devices)  # before the task uses JAX, which fixes their number
     task = make_task("digits", "cnn", dropout=0.0)
-    with _log_to(console), _trainer(task, chosen_devices(devices), optax.sgd(0.1)) as trainer:
+    with _log_to(console), _trainer(task, chosen, optax.sgd(0.1)) as trainer:
         workers = trainer.workers
         state = trainer.init(task.model.params)
         state, _ = trainer.fit(state, task.train, steps=1)
@@ -62,9 +68,13 @@ def check(devices: str | int | None, console: Console) -> None:
         distances_P = processes.gather(_distance(state.params, alone, task.model.params))
         _, history = trainer.fit(state, task.train, steps=STEPS)
         benched = {} if trainer.step.bench is None else trainer.step.bench.benched_W
+    found = _measured(history, benched)
+    found["parameters"] = parameters or sum(leaf.size for leaf in jax.tree.leaves(task.model.params))
+    if parameters is not None:
+        found["exchange_seconds"] = _exchange_seconds(chosen, parameters)
     for line in (
         _heading(workers),
-        fleet_table(workers, found := _measured(history, benched)),
+        fleet_table(workers, found),
         *sentences(workers, found),
     ):
         console.print(line, soft_wrap=isinstance(line, str), highlight=False)
@@ -88,9 +98,26 @@ def _measured(history: History, benched: Mapping[int, str]) -> dict[str, Any]:
         "transport": history.transport,
         "rates_W": [_median([record.counts_W[w] / record.times_W[w] for record in timed]) for w in range(workers)],
         "samples_per_s": float(np.median([record.samples_per_s for record in timed])),
-        "exchange_seconds": float(np.median([record.step_time - np.nanmax(record.times_W) for record in timed])),
+        "exchange_seconds": _beyond_local_phases(history),
         "benched": benched,
     }
+
+
+def _beyond_local_phases(history: History) -> float:
+    """Seconds of a step beyond its slowest local phase: exchange, update and host."""
+    timed = [record for record in history.records if np.isfinite(record.times_W).any()]
+    return float(np.median([record.step_time - np.nanmax(record.times_W) for record in timed]))
+
+
+def _exchange_seconds(devices: list[jax.Device], parameters: int) -> float:
+    """The same for a model of this size, of which a step computes next to nothing."""
+
+    def loss_fn(params: Any, batch: Any, keys: Any) -> jax.Array:
+        return batch[0] * params[0]
+
+    with Trainer(loss_fn, optax.sgd(0.1), batch_size=BATCH, controller="equal", devices=devices) as trainer:
+        state = trainer.init(jnp.zeros(parameters))
+        return _beyond_local_phases(trainer.fit(state, (np.ones(BATCH, np.float32),), steps=STEPS)[1])
 
 
 def _median(values: Sequence[float]) -> float:
@@ -128,8 +155,8 @@ def sentences(workers: Workers, found: Mapping[str, Any]) -> list[str]:
     Args:
         workers: all workers.
         found: `transport`, how sums travel; `rates_W`, samples/s of each worker; `samples_per_s` of whole steps;
-            `exchange_seconds`, the time of a step beyond its slowest local phase, or None; `benched`, workers that
-            would not be used, with the reason.
+            `exchange_seconds`, the time of a step beyond its slowest local phase, for a model of `parameters`, or None;
+            `benched`, workers that would not be used, with the reason.
     """
     all_rates = float(np.nansum(found["rates_W"]))
     fastest = float(np.nanmax(found["rates_W"], initial=0.0))
@@ -147,7 +174,10 @@ def sentences(workers: Workers, found: Mapping[str, Any]) -> list[str]:
         f"Sums travel by {_ways(workers, found['transport'])}.",
     ]
     if found["exchange_seconds"] is not None:
-        lines[-1] += f" A step takes {1e3 * max(0.0, found['exchange_seconds']):.1f} ms beyond its slowest local phase."
+        lines[-1] += (
+            f" Exchange and update of {found['parameters']:,} parameters take "
+            f"{1e3 * max(0.0, found['exchange_seconds']):.1f} ms of a step, beyond its slowest local phase."
+        )
     lines += [f"Worker {worker} would be benched: {reason}." for worker, reason in sorted(found["benched"].items())]
     return lines
 

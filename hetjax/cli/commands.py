@@ -15,7 +15,10 @@ def train() -> None:
     """Train a model on these devices, and see what balancing gains."""
 
 
-def check(devices: Annotated[str | None, optional("N|KINDS")] = None) -> None:
+def check(
+    devices: Annotated[str | None, optional("N|KINDS")] = None,
+    parameters: Annotated[int | None, optional("INT")] = None,
+) -> None:
     """Check the devices: their speed, and whether they compute what one of them does.
 
     Of several processes: hetjax launch --processes 4 -- hetjax check.
@@ -23,10 +26,11 @@ def check(devices: Annotated[str | None, optional("N|KINDS")] = None) -> None:
     Args:
         devices: a number, gpu, cpu, gpu+cpu, cuda:0,2+cpu or all (default: all accelerators, else 4 simulated CPU
             devices, with several processes 1 each)
+        parameters: time the exchange of a model of this size (default: that of a small CNN)
     """
     from hetjax.cli.check import main
 
-    main(devices)
+    main(devices, parameters)
 
 
 def compile(

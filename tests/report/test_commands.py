@@ -1,5 +1,8 @@
 """The commands check and report of `python -m hetjax`."""
 
+import os
+import subprocess
+import sys
 from io import StringIO
 from pathlib import Path
 
@@ -14,12 +17,23 @@ from hetjax.devices.workers import Worker, Workers
 
 
 @pytest.mark.slow
-def test_check_describes_the_devices_and_verifies_their_results(capsys):
-    assert main(["check", "--devices", "2"]) == 0
-    printed = capsys.readouterr().out
-    for word in ("cpu:0", "cpu:1", "GiB", "Engine chunked", "Ladder for cpu", "Sums travel by mesh", "samples/s",
+@pytest.mark.parametrize(("options", "workers"), [([], 4), (["--devices", "2", "--parameters", "70000"], 2)])
+def test_check_describes_the_devices_and_verifies_their_results(options, workers):
+    # A process of its own, in which JAX has not fixed the number of devices yet.
+    env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    command = [sys.executable, "-m", "hetjax", "check", *options]
+    printed = subprocess.run(command, env=env, check=True, timeout=280, capture_output=True, text=True).stdout
+    assert f"{workers} workers in 1 process" in printed
+    assert f"cpu:{workers - 1}" in printed
+    for word in ("GiB", "Engine chunked", "Ladder for cpu", "Sums travel by mesh", "samples/s",
                  "beyond its slowest local phase", "agree"):  # fmt: skip
         assert word in printed
+    assert "70,000 parameters" in printed or not options
+
+
+def test_check_refuses_a_model_without_parameters(capsys):
+    assert main(["check", "--parameters", "0"]) == 2
+    assert "parameters is 0: expected a whole number of at least 1" in capsys.readouterr().err
 
 
 def test_the_fleet_fits_80_columns_and_names_who_is_benched():
@@ -31,6 +45,7 @@ def test_the_fleet_fits_80_columns_and_names_who_is_benched():
         "rates_W": np.array([120_345.6, 20_000.0, np.nan]),
         "samples_per_s": 130_000.0,
         "exchange_seconds": 0.0123,
+        "parameters": 4321,
         "benched": {2: "without it a step takes 4.0 instead of 5.0 ms"},
     }
     console = Console(width=80, record=True, file=StringIO())
@@ -44,7 +59,7 @@ def test_the_fleet_fits_80_columns_and_names_who_is_benched():
     assert "All others together reach r = 0.17 times the rate of the fastest worker" in text
     assert "at most 1 + r = 1.17 times as fast as it alone." in text
     assert "Sums travel by host, between processes over ZeroMQ." in text
-    assert "A step takes 12.3 ms beyond its slowest local phase." in text
+    assert "Exchange and update of 4,321 parameters take 12.3 ms of a step, beyond its slowest local phase." in text
     assert "Worker 2 would be benched: without it a step takes 4.0 instead of 5.0 ms." in text
 
 
