@@ -88,7 +88,7 @@ class Rendezvous:
         """Stop serving."""
         self._ending = True
         self._thread.join()
-        self._sockets.close(1000)
+        self._sockets.close(200)
 
     def _serve(self) -> None:
         poller = zmq.Poller()
@@ -100,12 +100,8 @@ class Rendezvous:
                 if socket is self._inbox:
                     self._read()
                 elif socket is self._monitor:
-                    event = recv_monitor_message(socket)["event"]
-                    self._turn_away(
-                        "A connection that does not speak this protocol was refused"
-                        if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-                        else "A connection with another key, or none, was refused"
-                    )
+                    recv_monitor_message(socket)
+                    self._turn_away("A connection was refused: its key differs, or it speaks another protocol")
                 else:
                     self._sockets.admit()
             self._registry.tick(time.monotonic())
