@@ -1,0 +1,79 @@
+"""Generations: who belongs to an elastic fleet, from one change of its membership to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+class Fenced(ConnectionError):
+    """This process is no longer a member: it was silent for too long, or it is on the smaller side of a partition."""
+
+
+class Superseded(Exception):
+    """A newer generation was proposed before all members confirmed the older one."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process of an elastic fleet."""
+
+    number: int  # never given to another process
+    address: str  # of its inbox, for other hosts
+    local: str | None = None  # of its inbox, for processes with the same `host`
+    host: str = ""
+    description: Mapping[str, Any] = field(default_factory=dict)  # JSON values, such as version, devices, memory
+
+    def to_json(self) -> dict[str, Any]:
+        """The member as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Member:
+        """The inverse of `to_json`.
+
+        Raises:
+            ValueError: if they are not those of a member.
+        """
+        number, address = values.get("number"), values.get("address")
+        local, host, description = values.get("local"), values.get("host", ""), values.get("description", {})
+        fits = isinstance(number, int) and isinstance(address, str) and isinstance(host, str)
+        if not fits or not isinstance(local, str | None) or not isinstance(description, dict):
+            raise ValueError(f"These values describe no member: {str(values)[:200]}.")
+        assert isinstance(number, int)
+        assert isinstance(address, str)
+        return cls(number, address, local, host, description)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One membership of a fleet."""
+
+    number: int  # grows with every proposal; never used twice
+    token: bytes  # of the run
+    members: tuple[Member, ...]  # in the order of their numbers
+    reason: str = ""  # a sentence, such as "Member 5 joined."
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The numbers of its members."""
+        return tuple(member.number for member in self.members)
+
+    def to_json(self) -> dict[str, Any]:
+        """The generation as JSON values."""
+        members = [member.to_json() for member in self.members]
+        return {"number": self.number, "token": self.token.hex(), "members": members, "reason": self.reason}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Generation:
+        """The inverse of `to_json`.
+
+        Raises:
+            ValueError: if they are not those of a generation.
+        """
+        try:
+            members = tuple(Member.from_json(member) for member in values["members"])
+            return cls(int(values["number"]), bytes.fromhex(values["token"]), members, str(values["reason"]))
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"These values describe no generation: {str(values)[:200]}.") from error
