@@ -17,16 +17,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
 from benches.async_problems import Problem, digits, loss_fn, sparse
 from benches.async_speed_up import PHASES, real_speed_up, simulated_speed_up
+from benches.flags import JsonFile, Switch, from_flags
 from rich.console import Console
 from rich.table import Table
 
@@ -203,10 +202,10 @@ def verdict(ratio: str, by_sync: dict[str, Any]) -> str:
 
 
 def main(
-    json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
+    json_file: JsonFile = None,
     seeds: int = 3,
     ratios: tuple[str, ...] = RATIOS,
-    quick: bool = False,
+    quick: Switch = False,
 ) -> None:
     """Compare synchronous and asynchronous training.
 
@@ -243,4 +242,4 @@ def main(
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    from_flags(main)

@@ -37,12 +37,12 @@ import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import tyro
 from benches.breakdown import breakdown as breakdown_of
 from benches.breakdown import table as table_of_causes
+from benches.flags import JsonFile, Switch, from_flags
 from benches.torch_cluster import TorchCluster, figures_of_torch
 from rich.console import Console
 from rich.table import Table
@@ -268,7 +268,7 @@ def table_of(by_name: dict[str, dict[str, Any]], by_round: dict[str, list[float]
 
 
 def main(
-    json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
+    json_file: JsonFile = None,
     controllers: str = "equal,static,dbs,proportional,balanced",
     quotas: str = "0.8,0.4,0.2,0.2",
     batch_size: int = 1024,
@@ -279,12 +279,12 @@ def main(
     update: str = "auto",
     swaps: int = 5,
     swap_every: int = 30,
-    breakdown: bool = False,
-    with_torch: bool = False,
+    breakdown: Switch = False,
+    with_torch: Switch = False,
     torch_python: str = sys.executable,
     wire: str = "float32",
     delay: int = 0,
-    quick: bool = False,
+    quick: Switch = False,
 ) -> int:
     """Compare controllers on processes under real CPU quotas.
 
@@ -420,4 +420,4 @@ def main(
 
 
 if __name__ == "__main__":
-    sys.exit(tyro.cli(main))
+    sys.exit(from_flags(main))

@@ -17,11 +17,10 @@ import json
 import multiprocessing
 import time
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, TypedDict
+from typing import Any, TypedDict
 
-import tyro
+from benches.flags import JsonFile, from_flags
 
 PLAIN = "plain"
 
@@ -99,7 +98,7 @@ def main(
     engine: tuple[str, ...] = ("looped", "chunked"),
     batch_size: int = 128,
     repeats: int = 3,
-    json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Measure how long compiling for a target takes.
 
@@ -138,4 +137,4 @@ def _alone(*args: Any) -> Figures:
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    from_flags(main)

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
+from benches.flags import File, JsonFile, Switch, from_flags
 from rich.console import Console
 from rich.table import Table
 
@@ -60,15 +60,15 @@ NOISES = (0.02, 0.05, 0.10, 0.15, 0.20)
 
 @dataclass(frozen=True)
 class Args:
-    json: Path | None = None
+    json: JsonFile = None
     """Where to write the results as JSON."""
-    figure: Path | None = None
+    figure: File = None
     """Where to write the figure (PNG): controllers by traces colored by regret, and time lines of one trace."""
     timeline: str = "step"
     """The trace of the time lines."""
     seed_base: int = 0
     """First seed; another number gives new traces and noise."""
-    quick: bool = False
+    quick: Switch = False
     """One seed and shorter traces."""
     jobs: int = min(2, os.cpu_count() or 1)
     """Number of processes."""
@@ -363,4 +363,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(from_flags(Args))

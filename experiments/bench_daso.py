@@ -1,4 +1,4 @@
-"""DASO against all-reduce on nodes behind slow links: time per epoch, time to a target loss, accuracy.
+"""DASO and all-reduce on nodes behind slow links: times and accuracy.
 
     python experiments/bench_daso.py [--json FILE] [--links 25,100,400,1000] [--nodes 2] [--seeds 3] [--quick]
 
@@ -39,10 +39,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import tyro
+from benches.flags import JsonFile, Switch, from_flags
 from benches.links import Links, LinksRefused
 from rich import box
 from rich.console import Console
@@ -85,7 +85,7 @@ METHODS: dict[str, tuple[str, dict[str, Any], bool]] = {  # sync, its options, u
 class Options:
     """The command line."""
 
-    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    json: JsonFile = None
     """write results to this file; results of other links and methods in it are kept"""
     links: str = "25,100,400,1000"
     """bandwidths in Mbit/s, comma-separated; 0: unlimited"""
@@ -104,7 +104,7 @@ class Options:
     """test loss for time_to_target_s"""
     limit: float = 900.0
     """time limit of one run in seconds"""
-    quick: bool = False
+    quick: Switch = False
     """one link, one seed, few steps: a check that it runs"""
 
 
@@ -358,4 +358,4 @@ def main(args: Options) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Options, description=__doc__)))
+    sys.exit(main(from_flags(Options, description=str(__doc__).partition("\n")[0])))

@@ -23,13 +23,12 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
 import json
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import numpy as np
 import optax
-import tyro
+from benches.flags import JsonFile, Numbers, from_flags
 from flax import nnx
 
 import hetjax
@@ -154,10 +153,10 @@ def main(
     samples: int = 1536,
     batch: int = 64,
     lengths: tuple[int, ...] = (16, 32, 64, 128, 256, 512),
-    speeds: tuple[float, ...] | None = None,
+    speeds: Numbers = None,
     rounds: int = 5,
     width: int = 64,
-    json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Measure how much of what the bucketing allows is reached.
 
@@ -177,4 +176,4 @@ def main(
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    from_flags(main)

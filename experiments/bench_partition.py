@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
+from benches.flags import JsonFile, Switch, Text, from_flags
 from rich.console import Console
 from rich.table import Table
 
@@ -46,15 +46,15 @@ RATES = {"equal": [1.0, 1.0, 1.0, 1.0], "unequal": [4.0, 2.0, 1.0, 1.0]}
 class Args:
     """Benchmark submodular partitions."""
 
-    json: Path | None = None
+    json: JsonFile = None
     """File for the results as JSON."""
     dataset: str = "digits"
     """Dataset to partition; idx:DIR of Fashion-MNIST for the published figures."""
     features: str = "raw"
     """raw, pca or pca:COMPONENTS."""
-    only: str | None = None
+    only: Text = None
     """Comma-separated subset of growth, whole, split, recut and quality."""
-    quick: bool = False
+    quick: Switch = False
     """Digits, small classes, fewer random partitions."""
 
 
@@ -275,4 +275,4 @@ def plain_table(*columns: str) -> Table:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(from_flags(Args))

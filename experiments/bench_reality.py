@@ -14,10 +14,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import tyro
+from benches.flags import JsonFile, from_flags
 
 from hetjax.cli.training.configs import CONFIGS
 from hetjax.planning import controllers
@@ -56,7 +56,7 @@ def measured(file: Path, controller: str, steps: int, folder: Path) -> dict[str,
 
 
 def main(
-    json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
+    json_file: JsonFile = None,
     runs: int = 3,
     steps: int = 120,
     controller: str = "balanced",
@@ -88,4 +88,4 @@ def main(
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    from_flags(main)

@@ -25,14 +25,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import tyro
+from benches.flags import JsonFile, from_flags
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
@@ -308,7 +307,7 @@ def recompiles() -> int:
     return compiles() - before
 
 
-def main(json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None, quick: bool = False) -> None:
+def main(json_file: JsonFile = None, quick: bool = False) -> None:
     """Measure the overhead of hetjax itself.
 
     Args:
@@ -338,4 +337,4 @@ def main(json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None, q
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    from_flags(main)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import tyro
+from benches.flags import File, Switch, Text, Whole, from_flags
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -59,12 +59,12 @@ def words_of(scale: Scale, files: dict[str, Path], seconds: float) -> dict[str, 
 
 
 def main(
-    quick: bool = False,
-    only: str = "",
-    out: Path | None = None,
-    seeds: int | None = None,
-    w8a: Path | None = None,
-    covtype: Path | None = None,
+    quick: Switch = False,
+    only: Text = None,
+    out: File = None,
+    seeds: Whole = None,
+    w8a: File = None,
+    covtype: File = None,
 ) -> int:
     """Reproduce the claims, print a table, and write the page.
 
@@ -114,4 +114,4 @@ def main(
 
 
 if __name__ == "__main__":
-    sys.exit(tyro.cli(main))
+    sys.exit(from_flags(main))

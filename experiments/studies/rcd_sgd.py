@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
@@ -38,6 +38,7 @@ from rich.table import Table
 from hetjax.data.source import fetch
 from hetjax.data.source_blocks import make_blocks
 from hetjax.devices.chosen import chosen_devices
+from hetjax.launch.options import Switch, optional
 from hetjax.report import write_json
 from hetjax.sampling.blocks import Blocks
 from hetjax.simulation.speeds import Simulation, constant
@@ -69,7 +70,7 @@ class Args:
     topology: str = "ring"
     matcha_budget: float = 0.5
     """average fraction of the links that the rows with MATCHA use"""
-    faithful: bool = False
+    faithful: Switch = False
     """equal weights of all workers, as published, instead of weights by samples"""
     target: float = 0.1
     """training loss to reach"""
@@ -77,9 +78,9 @@ class Args:
     """Mbit/s of the simulated link"""
     row_time: float = 0.3
     """simulated milliseconds of one sample at speed 1"""
-    quick: bool = False
+    quick: Switch = False
     """one seed, a third of the epochs, three times the target, no selection rules"""
-    json: Path | None = None
+    json: Annotated[Path | None, optional("FILE")] = None
     """file for all measurements"""
 
 
@@ -90,8 +91,8 @@ class Setup:
     name: str
     every: int  # F; 0 for all-reduce
     blocks: Callable[[Task, np.ndarray, int], Blocks]  # (task, rates, seed) -> blocks
-    random: bool = False  # whether the blocks depend on the seed
-    matcha: bool = False  # draw the links of each mixing step
+    random: Switch = False  # whether the blocks depend on the seed
+    matcha: Switch = False  # draw the links of each mixing step
 
 
 def reached(at_E: np.ndarray, loss_E: np.ndarray, target: float) -> float:
@@ -318,4 +319,4 @@ def main(args: Args) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(tyro.cli(Args, config=(tyro.conf.FlagCreatePairsOff,)))

@@ -215,6 +215,8 @@ class Ladder:
         for count, limit in zip(counts, max_rows, strict=True):
             nearby[limit].extend({round(count * factor) for factor in _AROUND} - {0})
         nearby = {limit: counts for limit, counts in nearby.items() if counts}
+        if not nearby:  # this kind of device has no samples, such as a slow CPU beside a GPU
+            return None
 
         def cost(prices: PriceList) -> np.ndarray:
             stairs = [prices.staircase(limit, max(counts)).price_N[counts] for limit, counts in nearby.items()]

@@ -169,6 +169,13 @@ def test_rungs_join_while_they_save_work_at_the_current_counts(monkeypatch):
     engine.close()
 
 
+def test_a_kind_of_device_without_samples_needs_no_further_rung():
+    engine = chunked(capacity_W=np.array([64, 64]))
+    (ladder,) = engine.ladders.values()
+    assert ladder.next_rung([0, 0], [64, 64]) is None
+    engine.close()
+
+
 def test_max_rows_may_differ_between_workers():
     engine = chunked(capacity_W=np.array([64, 64]), max_rows_W=np.array([64, 16]))
     rows = {name: values for name, values in source().items() if name in ("x", "y")}

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from hetjax.launch.options import Switch, optional
 from hetjax.presets import CONTROLLERS, PARTITIONS, PRESETS, SYNCS
 from hetjax.sync import current_name
 
@@ -26,14 +27,9 @@ Without flags: a CNN on digits, with equal and then with balanced counts.
 The 4 devices are simulated then, with the relative speeds 1, 1, 0.5 and 0.25."""
 
 
-def _shown(metavar: str) -> Any:
-    """Set the placeholder of an optional flag in --help."""
-    return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
-
-
 def _choice(names: Sequence[str]) -> Any:
     """Show choices in --help that are validated later, with a better message than 'invalid choice'."""
-    return _shown("|".join(names))
+    return optional("|".join(names))
 
 
 _PRESET = tyro.conf.arg(
@@ -42,11 +38,10 @@ _PRESET = tyro.conf.arg(
     help=f"{', '.join(PRESETS)}: preset of controller, partition, sync and engine "
     "(default: run equal, then balanced, and compare)",
 )
-Whole = Annotated[int | None, _shown("INT")]
-Number = Annotated[float | None, _shown("FLOAT")]
-File = Annotated[Path | None, _shown("PATH")]
-Text = Annotated[str | None, _shown("NAME")]
-Switch = Annotated[bool, tyro.conf.arg(help_behavior_hint="")]
+Whole = Annotated[int | None, optional("INT")]
+Number = Annotated[float | None, optional("FLOAT")]
+File = Annotated[Path | None, optional("PATH")]
+Text = Annotated[str | None, optional("NAME")]
 
 
 @dataclass(frozen=True)
@@ -73,9 +68,9 @@ class ModelFlags:
     """width of the (first) layers (default: depends on the model)"""
     dropout: Number = None
     """dropout rate (default: depends on the model)"""
-    norm: Annotated[Literal["batch", "group"] | None, _shown("{batch,group}")] = None
+    norm: Annotated[Literal["batch", "group"] | None, optional("{batch,group}")] = None
     """resnet only: GroupNorm, or BatchNorm over fixed groups of the global batch (default: group)"""
-    augment: Annotated[Literal["none", "shift"] | None, _shown("{none,shift}")] = None
+    augment: Annotated[Literal["none", "shift"] | None, optional("{none,shift}")] = None
     """shift moves training images by up to one pixel (default: shift for cnn and resnet)"""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """compute precision; parameters are always float32"""
@@ -107,16 +102,16 @@ class OptimizerFlags:
 class WorkerFlags:
     """Devices and their simulated speeds."""
 
-    devices: Annotated[int | str | None, _shown("N|KINDS")] = None
+    devices: Annotated[int | str | None, optional("N|KINDS")] = None
     """devices of this process: a number, gpu, cpu, gpu+cpu, cuda:0,2+cpu or all (default: all accelerators, else
     simulated CPU devices: 4, with several processes 1 each)"""
-    speeds: Annotated[str | None, _shown("LIST|real")] = None
+    speeds: Annotated[str | None, optional("LIST|real")] = None
     """simulated relative speeds, or real for none (default: 1,1,0.5,0.25 on a CPU if no device flag is given)"""
     trace: File = None
     """JSON file of simulated speeds by step (format: hetjax/simulation/traces.py)"""
     row_time: Number = None
     """simulated milliseconds per row at speed 1 (default: 1.5 times the measured time, at least 0.4)"""
-    capacity: Annotated[str | None, _shown("N[,N...]")] = None
+    capacity: Annotated[str | None, optional("N[,N...]")] = None
     """maximum samples per worker and step: one number, or one per worker"""
 
 
@@ -134,14 +129,14 @@ class MethodFlags:
     """how workers synchronize their parameters"""
     engine: Annotated[str | None, _choice(("auto", "chunked", "looped", "masked"))] = None
     """how a worker runs its samples (default: auto)"""
-    every: Annotated[str | None, _shown("STEPS|epoch")] = None
+    every: Annotated[str | None, optional("STEPS|epoch")] = None
     """how often a published controller updates the counts (default: as in its paper)"""
     faithful: Switch = False
     """use the method as published, with its biases. dp, edp, dbs, decentralized: gradient weights;
     daso: node averages, but neither local skips nor bfloat16 parameters; hogbatch family: learning rates"""
     mix_every: Whole = None
     """decentralized: steps between two mixings of the parameters (default: 1; rcd-sgd: 2)"""
-    topology: Annotated[str | None, _shown("ring|complete|FILE")] = None
+    topology: Annotated[str | None, optional("ring|complete|FILE")] = None
     """decentralized: who mixes with whom; FILE (.json, .npy) holds a doubly stochastic matrix (default: ring)"""
     matcha_budget: Number = None
     """decentralized: use MATCHA with this average fraction of the links, e.g. 0.5 (default: all links)"""
@@ -155,13 +150,13 @@ class MethodFlags:
 class HierarchyFlags:
     """For --sync daso; with several processes, each process is a node."""
 
-    nodes: Annotated[str | None, _shown("N|N,N...")] = None
+    nodes: Annotated[str | None, optional("N|N,N...")] = None
     """one process only: number of nodes, or number of workers of each node (default: 2)"""
     max_skip: Whole = None
     """maximum steps between two exchanges between nodes (default: 8)"""
-    blend: Annotated[str | None, _shown("delta|paper")] = None
+    blend: Annotated[str | None, optional("delta|paper")] = None
     """merge of a delayed average: keep all local progress, or as in the paper (default: delta; --faithful: paper)"""
-    between: Annotated[str | None, _shown("balanced|equal|steps")] = None
+    between: Annotated[str | None, optional("balanced|equal|steps")] = None
     """several processes: samples by speed, equal samples, or steps by speed (default: balanced; --faithful: equal)"""
 
 
@@ -169,15 +164,15 @@ class HierarchyFlags:
 class AsynchronousFlags:
     """For the asynchronous syncs: hogbatch, adaptive-hogbatch, adaptive-sgd."""
 
-    batches: Annotated[str | None, _shown("N[,N...]")] = None
+    batches: Annotated[str | None, optional("N[,N...]")] = None
     """initial batch size per worker (default: small on CPUs and large on GPUs; by speed if all are of one kind)"""
-    smallest_batch: Annotated[str | None, _shown("N[,N...]")] = None
+    smallest_batch: Annotated[str | None, optional("N[,N...]")] = None
     """smallest batch size (default: 1/16 of --capacity)"""
-    threads: Annotated[str | None, _shown("N[,N...]")] = None
+    threads: Annotated[str | None, optional("N[,N...]")] = None
     """hogbatch, adaptive-hogbatch: Hogwild threads per worker, each with its part of the batch (default: 1)"""
     staleness_bound: Whole = None
     """hogbatch, adaptive-hogbatch: maximum staleness of an update, in updates by others (default: unbounded)"""
-    scale_rate: Annotated[Literal["on", "off"] | None, _shown("{on,off}")] = None
+    scale_rate: Annotated[Literal["on", "off"] | None, optional("{on,off}")] = None
     """scale gradients by their batch size (default: on; off for hogbatch with --faithful)"""
     rate_cap: Number = None
     """maximum factor for the gradient of a large batch (default: 4; no limit with --faithful)"""
@@ -185,7 +180,7 @@ class AsynchronousFlags:
     """adaptive-hogbatch: lead or lag in updates before a batch size changes (default: 4)"""
     mega_batch: Whole = None
     """adaptive-sgd: samples between two merges of the replicas (default: 8 times --batch-size)"""
-    replay: Annotated[int | None, _shown("SEED")] = None
+    replay: Annotated[int | None, optional("SEED")] = None
     """reproducible run: a virtual clock instead of threads, with the interleaving of this seed (default: off)"""
 
 
@@ -195,13 +190,13 @@ class SubmodularFlags:
 
     blocks: File = None
     """file written by 'hetjax partition' (default: cut blocks at the start)"""
-    rates: Annotated[str | None, _shown("LIST")] = None
+    rates: Annotated[str | None, optional("LIST")] = None
     """relative worker speeds, e.g. 4,2,1,1 (default: simulated speeds, otherwise measured)"""
-    objective: Annotated[Literal["facility-location", "graph-cut"] | None, _shown("{facility-location,graph-cut}")] = (
-        None
-    )
+    objective: Annotated[
+        Literal["facility-location", "graph-cut"] | None, optional("{facility-location,graph-cut}")
+    ] = None
     """how to score a block (default: facility-location)"""
-    features: Annotated[str | None, _shown("raw|pca[:N]|MODULE:FUNCTION")] = None
+    features: Annotated[str | None, optional("raw|pca[:N]|MODULE:FUNCTION")] = None
     """features to compare samples by (default: pca)"""
 
 
@@ -209,7 +204,7 @@ class SubmodularFlags:
 class ProcessFlags:
     """One run over several processes; set by the launcher, srun and mpirun."""
 
-    coordinator: Annotated[str | None, _shown("HOST:PORT")] = None
+    coordinator: Annotated[str | None, optional("HOST:PORT")] = None
     """address of process 0"""
     processes: Whole = None
     """number of processes"""
@@ -217,14 +212,14 @@ class ProcessFlags:
     """index of this process, from 0"""
     start_limit: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 60.0
     """time within which all processes must have joined"""
-    transport: Annotated[Literal["auto", "mesh", "host"] | None, _shown("{auto,mesh,host}")] = None
+    transport: Annotated[Literal["auto", "mesh", "host"] | None, optional("{auto,mesh,host}")] = None
     """how sums travel between workers: host for any mix of devices, mesh (XLA) for one kind (default: auto)"""
-    update: Annotated[Literal["auto", "sharded", "replicated"] | None, _shown("{auto,sharded,replicated}")] = None
+    update: Annotated[Literal["auto", "sharded", "replicated"] | None, optional("{auto,sharded,replicated}")] = None
     """sharded: each process updates a slice of the parameters and keeps the optimizer state of that slice only;
     replicated: every worker updates its own copy (default: sharded between processes with --transport host)"""
-    update_on: Annotated[Literal["auto", "device", "host"] | None, _shown("{auto,device,host}")] = None
+    update_on: Annotated[Literal["auto", "device", "host"] | None, optional("{auto,device,host}")] = None
     """where a process updates its slice (default: the quicker one)"""
-    memory: Annotated[str | None, _shown("GIB[,GIB...]")] = None
+    memory: Annotated[str | None, optional("GIB[,GIB...]")] = None
     """memory of each worker, which bounds its slice: one number, or one per worker (default: as reported)"""
     wire: Literal["float32", "bfloat16", "int8", "auto"] = "float32"
     """numbers between processes: 16 or 8 bits with error feedback for slow links, auto: the quickest"""
