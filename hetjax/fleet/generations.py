@@ -11,7 +11,7 @@ class Fenced(ConnectionError):
     """This process is no longer a member: it was silent for too long, or it is on the smaller side of a partition."""
 
 
-class Stopped(Fenced):
+class RunStopped(Fenced):
     """The run stops: too few members are left. Those that are left save a checkpoint."""
 
 

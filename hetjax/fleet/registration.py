@@ -20,12 +20,12 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from hetjax.environment import CHILD, PROCESS
-from hetjax.fleet.generations import Fenced, Generation, Stopped, Superseded
+from hetjax.fleet.generations import Fenced, Generation, RunStopped, Superseded
 from hetjax.fleet.protocol import NO_TOKEN, REFUSED, STATUS, Header, kind_in_any_version
 from hetjax.fleet.rendezvous import split_address, url
 from hetjax.fleet.sockets import REFUSALS, Sockets
 
-__all__ = ["Agent", "Fenced", "Registration", "Stopped", "Superseded"]
+__all__ = ["Agent", "Fenced", "Registration", "RunStopped", "Superseded"]
 
 _IMPATIENT = 0.05  # seconds between two attempts before the first answer
 _DROPPED = 3  # handshakes that the rendezvous may drop without a word, as it does with another key
@@ -216,7 +216,7 @@ class Registration:
     # -- what the member learns --
 
     def check(self) -> None:
-        """Raise `Fenced` or `Stopped` if this process is no member any more."""
+        """Raise `Fenced` or `RunStopped` if this process is no member any more."""
         if self._failed:
             raise self._failure(self._failed)
 
@@ -225,7 +225,7 @@ class Registration:
 
         Raises:
             TimeoutError: if none was proposed within the limit.
-            Fenced: if this process is no member any more; `Stopped` if the run stops.
+            Fenced: if this process is no member any more; `RunStopped` if the run stops.
         """
         with self._changed:
             newer = lambda: self._failed or (self.newest is not None and self.newest.number > than)
@@ -247,7 +247,7 @@ class Registration:
         Raises:
             Superseded: if a newer one was proposed meanwhile.
             TimeoutError: if it did not come in force within the limit.
-            Fenced: if this process is no member any more; `Stopped` if the run stops.
+            Fenced: if this process is no member any more; `RunStopped` if the run stops.
         """
         with self._changed:
             newer = lambda: self.newest is not None and self.newest.number > generation
@@ -350,7 +350,7 @@ class Registration:
         if "question" in letter:
             self._question = int(letter["question"])
             return True
-        for name, failure in (("stop", Stopped), ("fenced", Fenced)):
+        for name, failure in (("stop", RunStopped), ("fenced", Fenced)):
             if name in letter and not self._failed:
                 self._failed, self._failure = str(letter[name]), failure
         self._waiting = str(letter.get("waiting", ""))

@@ -26,7 +26,7 @@ Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Limits:
+class Patience:
     """Seconds after which the rendezvous gives somebody up."""
 
     silent: float = 10.0  # without any message
@@ -73,7 +73,7 @@ class Registry:
         now: float,
         *,
         min_members: int = 1,
-        limits: Limits = Limits(),
+        limits: Patience = Patience(),
         saved: Message | None = None,
     ):
         self.processes, self.min_members, self.limits = processes, min_members, limits

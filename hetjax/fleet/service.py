@@ -15,7 +15,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from hetjax.fleet.protocol import NO_TOKEN, REFUSED, STATUS, Header, kind_in_any_version, unpacked
-from hetjax.fleet.registry import Limits, Registry
+from hetjax.fleet.registry import Patience, Registry
 from hetjax.fleet.rendezvous import check_free, split_address, url
 from hetjax.fleet.sockets import REFUSALS, Sockets
 
@@ -47,14 +47,14 @@ class Rendezvous:
         *,
         key: bytes | None = None,
         min_members: int = 1,
-        limits: Limits | None = None,
+        limits: Patience | None = None,
         state: Path | None = None,
         log: Callable[[str], None] = lambda message: None,
     ):
         check_free(bind)
         self._state, self._log, self._saved = state, log, _read(state)
         self._registry = Registry(
-            processes, time.monotonic(), min_members=min_members, limits=limits or Limits(), saved=self._saved or None
+            processes, time.monotonic(), min_members=min_members, limits=limits or Patience(), saved=self._saved or None
         )
         self._reported: set[str] = set()  # kinds of strangers
         self._sockets = Sockets(key)

@@ -11,17 +11,17 @@ import pytest
 import zmq
 
 from hetjax.environment import CHILD, PROCESS
-from hetjax.fleet.generations import Fenced, Stopped, Superseded
+from hetjax.fleet.generations import Fenced, RunStopped, Superseded
 from hetjax.fleet.protocol import HELLO, STATUS, Header
 from hetjax.fleet.registration import Agent, Registration
-from hetjax.fleet.registry import Limits
+from hetjax.fleet.registry import Patience
 from hetjax.fleet.rendezvous import free_port
 from hetjax.fleet.service import Rendezvous
 
 _, KEY = zmq.curve_keypair()
 _, OTHER_KEY = zmq.curve_keypair()
-PATIENCE = 60.0  # seconds; a limit only ends hangs
-LIMITS = Limits(silent=30.0, answer=30.0)
+WAIT = 60.0  # seconds; a limit only ends hangs
+LIMITS = Patience(silent=30.0, answer=30.0)
 
 
 class Fleet:
@@ -36,7 +36,7 @@ class Fleet:
         self.rendezvous = Rendezvous(self.address, self.processes, key=self.key, log=self.log.append, **self.options)
 
     def register(self, index, key="own", **options):
-        options = {"start_limit": PATIENCE, "address": f"tcp://member:{index}", **options}
+        options = {"start_limit": WAIT, "address": f"tcp://member:{index}", **options}
         registration = Registration(self.address, key=self.key if key == "own" else key, **options)
         self.open.append(registration)
         return registration
@@ -74,8 +74,8 @@ def fleets(monkeypatch):
 def enter(members, step=0, than=0):
     """Bring all members into the next generation."""
     for member in members:
-        member.confirm(member.wait_newer(than, PATIENCE).number, step)
-    steps = [member.wait_confirmed(member.newest.number, PATIENCE) for member in members]
+        member.confirm(member.wait_newer(than, WAIT).number, step)
+    steps = [member.wait_confirmed(member.newest.number, WAIT) for member in members]
     assert steps == [dict.fromkeys(members[0].newest.numbers, step)] * len(members)
     return members[0].newest.number
 
@@ -91,8 +91,8 @@ def test_members_start_join_leave_and_finish(fleets):
     b.leave()
     assert enter([a, joiner], 6, than=2) == 3
     assert a.newest.reason == "Member 1 left."
-    assert b.wait_newer(2, PATIENCE).numbers == (0, 2)
-    assert b.wait_confirmed(3, PATIENCE) == {0: 6, 2: 6}
+    assert b.wait_newer(2, WAIT).numbers == (0, 2)
+    assert b.wait_confirmed(3, WAIT) == {0: 6, 2: 6}
     for member in (a, joiner):
         member.close()
     wait_for(lambda: fleet.rendezvous.over)
@@ -115,7 +115,7 @@ def test_an_end_reported_by_the_launcher_makes_a_generation_at_once(fleets):
 
 
 def test_a_member_that_was_taken_out_is_told_and_its_launcher_kills_it(fleets):
-    fleet = fleets(3, limits=Limits(silent=30.0, answer=30.0, confirm=0.5))
+    fleet = fleets(3, limits=Patience(silent=30.0, answer=30.0, confirm=0.5))
     with pytest.MonkeyPatch.context() as patch:
         members = []
         for child in ("x", "y", "z"):
@@ -128,10 +128,10 @@ def test_a_member_that_was_taken_out_is_told_and_its_launcher_kills_it(fleets):
     enter(members)
     a.suspect([2], "silence")
     for member in (a, b):  # c does not confirm
-        member.confirm(member.wait_newer(1, PATIENCE).number, 0)
+        member.confirm(member.wait_newer(1, WAIT).number, 0)
     assert enter([a, b], than=2) == 3
     with pytest.raises(Fenced, match="did not finish its step"):
-        c.wait_newer(2, PATIENCE)
+        c.wait_newer(2, WAIT)
     wait_for(lambda: agent.kill == {"z"})
     agent.close()
 
@@ -140,10 +140,10 @@ def test_a_generation_is_superseded_when_a_member_is_lost_meanwhile(fleets):
     fleet = fleets(3)
     a, b, c = fleet.start()
     c.leave()
-    a.wait_newer(1, PATIENCE)
+    a.wait_newer(1, WAIT)
     b.leave()
     with pytest.raises(Superseded):
-        a.wait_confirmed(2, PATIENCE)
+        a.wait_confirmed(2, WAIT)
     assert enter([a], than=2) == 3
 
 
@@ -151,8 +151,8 @@ def test_too_few_members_are_told_to_stop(fleets):
     fleet = fleets(2, min_members=2)
     a, b = fleet.start()
     b.leave()
-    with pytest.raises(Stopped, match="1 member is left, and at least 2 are wanted"):
-        a.wait_newer(1, PATIENCE)
+    with pytest.raises(RunStopped, match="1 member is left, and at least 2 are wanted"):
+        a.wait_newer(1, WAIT)
     with pytest.raises(ValueError, match="The run stops"):
         fleet.register(5, joins=True)
 
@@ -219,7 +219,7 @@ def test_another_version_and_another_model_are_refused(fleets):
     joiner.describe({"model": "other"})
     joiner.ready()
     with pytest.raises(Fenced, match="model: other instead of mine"):
-        joiner.wait_newer(0, PATIENCE)
+        joiner.wait_newer(0, WAIT)
     assert a.newest.number == 1
     assert sum("was refused" in sentence for sentence in fleet.log) == 2
 
@@ -267,7 +267,7 @@ def test_rubbish_at_the_port_is_dropped_and_the_run_goes_on(fleets, caplog):
 
 
 def wait_for(condition):
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + WAIT
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -3,9 +3,9 @@
 import itertools
 
 from hetjax.fleet.generations import Generation
-from hetjax.fleet.registry import Limits, Registry
+from hetjax.fleet.registry import Patience, Registry
 
-LIMITS = Limits(silent=10.0, answer=2.0, confirm=60.0)
+LIMITS = Patience(silent=10.0, answer=2.0, confirm=60.0)
 
 
 class FakeMember:
