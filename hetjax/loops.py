@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from itertools import islice, zip_longest
 from typing import Any
 
+from hetjax import presets
 from hetjax.adapters.probe import sample_size
 from hetjax.data.batches import FeedBatch, as_batch, is_stream, sample_of
 from hetjax.data.bucketed import Bucketed
@@ -50,14 +51,21 @@ def over_source(
         hooks: called with every record and the state after its step.
         epoch_size: samples in an epoch; None without epochs.
     """
-    first = state.step
-    batches = getattr(sampler, "batch_K", None)
-    live = step.open(state, samples[0], further=samples[1:], batches=batches, epoch_size=epoch_size, end=until)
+    first, size = state.step, sampler.size
     last = first + (steps or sampler.steps_between(state.cursor, end))
+    batches = getattr(sampler, "batch_K", None)
+    terms = {"first": first, "last": last, "end": end, "number_of_samples": size}
+    live = step.open(
+        state, samples[0], further=samples[1:], batches=batches, epoch_size=epoch_size, end=until, terms=terms
+    )
+    if step.recovery is not None:  # one that joins goes on where the others are, and ends with them
+        agreed = step.recovery.terms
+        presets.check_terms(terms, agreed)
+        first, last, end = agreed["first"], agreed["last"], agreed["end"]
     feed = Feed(source, sampler)
 
     def advance(live: LiveState) -> tuple[LiveState, Record | None] | None:
-        if live.cursor >= end or live.step - first == steps:
+        if live.cursor >= end or (steps is not None and live.step >= last):
             return None
         span, plan = sampler.next(live.cursor, step.plan)
         cursor = live.cursor + span.advance

@@ -151,6 +151,23 @@ class Sessions:
                 raise
         return session
 
+    def follow(self, workers: Workers, offers_P: Sequence[Sequence[Any]], source: int) -> None:
+        """Go on with the workers of another membership; nothing compiles.
+
+        Args:
+            workers: the workers.
+            offers_P: what each process offers for each shape that is trained on.
+            source: the process whose prices count.
+        """
+        self.workers = workers
+        training = list(self._training.values())
+        for bucket, session in enumerate(training):
+            session.engine.follow(workers, [offers[bucket] for offers in offers_P], source)
+            session.engine.price_like(training[0].engine, self.share(bucket), bucket)
+        for sessions in (self._evaluation, self._prediction):
+            for session in sessions.values():
+                session.engine.follow(workers)
+
     def for_evaluation(self, state: State, samples: Sequence[Tree]) -> list[Session]:
         """Compile for evaluating rows like the samples."""
         shape_K = [shapes(state, sample) for sample in samples]

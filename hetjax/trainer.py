@@ -204,7 +204,9 @@ class Trainer:
             order.load_state_dict(self._order, state.cursor)
         self._sampler = sampler = self.sync.sampler(order, self.step.quantum)
         end = self._end(state.cursor, order, length)
-        if self.workers.several_processes or self.sync.by_node:
+        if self.step.recovery is not None:
+            presets.check_elastic_source(self.partition)
+        elif self.workers.several_processes or self.sync.by_node:
             blocks = None if self.blocks is None else digest(self.blocks.owner_D)
             lengths = order.checksum if isinstance(order, BucketSampler) else None
             same(partition=[self.partition, blocks, lengths], number_of_samples=len(source), end_of_training=end)
