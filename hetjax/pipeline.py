@@ -225,9 +225,8 @@ class Pipeline:
         whole = lambda: self.recovery.run(lambda: self._state(step, cursor, "state"))
         if extent == "view":
             view = self._state(step, cursor, extent)
-            deferred = {name: Deferred(whole, of_state=True) for name in ("opt_state", "ema")
-                        if isinstance(getattr(view, name), Deferred)}  # fmt: skip
-            return replace(view, **deferred)
+            later = lambda part: Deferred(whole, of_state=True) if isinstance(part, Deferred) else part
+            return replace(view, opt_state=later(view.opt_state), ema=later(view.ema))
         return self.recovery.run(lambda: self._state(step, cursor, extent))
 
     def _state(self, step: int, cursor: int, extent: str) -> State:

@@ -19,10 +19,14 @@ class ProcessLink(Protocol):
 
     index: int
     count: int
-    first: bool  # whether this process prints and writes files
     others: list[int]  # the other processes
     transport: str  # how sums travel: 'mesh' or 'host'
     elastic: int  # expected number of processes, where members may come and go; otherwise 0
+
+    @property
+    def first(self) -> bool:
+        """Whether this process prints and writes files."""
+        ...
 
     def channel(self) -> Any:
         """A new channel for messages between two processes; all processes open theirs in the same order."""

@@ -72,6 +72,11 @@ class Recovery:
         self.planned_for = 0  # the generation of the last plan
         self._collectives, self._inside, self._done = 0, False, False
 
+    @property
+    def _reduce(self) -> Any:
+        assert self.pipeline is not None
+        return self.pipeline.reduce
+
     # -- around what exchanges something --
 
     def begin(self, pipeline: Pipeline, cursor: int, terms: Mapping[str, Any]) -> int:
@@ -175,7 +180,7 @@ class Recovery:
         """Exchange what all have, and take over the state from which all go on."""
         step, pipeline = self.step, self.pipeline
         assert pipeline is not None
-        reduce = pipeline.reduce
+        reduce = self._reduce
         held = reduce.held(pipeline.core, pipeline.made)
         rows: list[Row] = processes.gather(self._row(held))
         presets.check_rows(rows)
@@ -217,17 +222,17 @@ class Recovery:
         """What this member says of itself, as JSON values."""
         step, pipeline = self.step, self.pipeline
         assert pipeline is not None
-        last = pipeline.last
+        last, reduce = pipeline.last, self._reduce
         return {
             "number": self.link.number,
             "workers": step.workers.described(),
-            "engines": [session.engine.offer() for session in pipeline.sessions],
-            "room": pipeline.reduce.room,
+            "engines": step.sessions.offers(),
+            "room": reduce.room,
             "new": self._new,
             "made": pipeline.made,
-            "vectors": [pipeline.made, *([pipeline.made - 1] if pipeline.reduce.before is not None else [])],
+            "vectors": [pipeline.made, *([pipeline.made - 1] if reduce.before is not None else [])],
             "pieces": {str(made): sorted(pieces) for made, pieces in (held or {}).items()},
-            "left_out": pipeline.reduce.before is pipeline.core,
+            "left_out": reduce.before is pipeline.core,
             "tail": None if last is None else np.asarray(last[1], np.float64).tolist(),
             "cursors": {str(made): cursor for made, cursor in self._cursors.items()},
             "collectives": self._collectives,

@@ -151,6 +151,11 @@ class Sessions:
                 raise
         return session
 
+    def offers(self) -> list[Any]:
+        """What the other members of an elastic fleet have to know of each engine that trains, as JSON values."""
+        engines: list[Any] = [session.engine for session in self._training.values()]
+        return [engine.offer() for engine in engines]
+
     def follow(self, workers: Workers, offers_P: Sequence[Sequence[Any]], source: int) -> None:
         """Go on with the workers of another membership; nothing compiles.
 
@@ -160,13 +165,13 @@ class Sessions:
             source: the process whose prices count.
         """
         self.workers = workers
-        training = list(self._training.values())
-        for bucket, session in enumerate(training):
-            session.engine.follow(workers, [offers[bucket] for offers in offers_P], source)
-            session.engine.price_like(training[0].engine, self.share(bucket), bucket)
-        for sessions in (self._evaluation, self._prediction):
-            for session in sessions.values():
-                session.engine.follow(workers)
+        engines: list[Any] = [session.engine for session in self._training.values()]
+        for bucket, engine in enumerate(engines):
+            engine.follow(workers, [offers[bucket] for offers in offers_P], source)
+            engine.price_like(engines[0], self.share(bucket), bucket)
+        others: list[Any] = [each.engine for each in (*self._evaluation.values(), *self._prediction.values())]
+        for engine in others:
+            engine.follow(workers)
 
     def for_evaluation(self, state: State, samples: Sequence[Tree]) -> list[Session]:
         """Compile for evaluating rows like the samples."""

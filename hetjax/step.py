@@ -406,7 +406,9 @@ class Step:
         self._log, self._first, self._left = RunLog(), pipeline.made, {}
         return LiveState(pipeline, pipeline.made, cursor)
 
-    def follow(self, workers: Workers, rows: Sequence[Mapping[str, Any]], source: int, kept_W: list[int | None]) -> None:
+    def follow(
+        self, workers: Workers, rows: Sequence[Mapping[str, Any]], source: int, kept_W: list[int | None]
+    ) -> None:
         """Go on with the workers of another membership; see `hetjax.recovery`.
 
         Args:
@@ -578,7 +580,9 @@ class Step:
         """Bench workers that do not pay where they can leave the exchange, and where the controller balances."""
         by_host = self.workers.several_processes
         member_W = self.workers.process_W if by_host else np.arange(len(self.workers))
-        if not (may_sit_out and not self.workers.elastic and getattr(self.controller, "benches", False) and np.ptp(member_W)):
+        if not (
+            may_sit_out and not self.workers.elastic and getattr(self.controller, "benches", False) and np.ptp(member_W)
+        ):
             self.bench = None
             return
         self.bench = self.bench or Bench(member_W, "process" if by_host else "worker")

@@ -1,7 +1,5 @@
 """Members of an elastic fleet come and go; the run stays the same."""
 
-import threading
-
 import jax
 import numpy as np
 import optax
@@ -9,7 +7,6 @@ import pytest
 from elastic_fleet import Fleet, Killed
 
 import hetjax
-from hetjax import processes
 
 STEPS, BATCH, SAMPLES = 12, 24, 96
 RNG = np.random.default_rng(0)

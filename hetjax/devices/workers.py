@@ -148,9 +148,7 @@ class Workers:
 
     def among(self, described_P: Sequence[Sequence[Sequence[Any]]], process: int) -> Workers:
         """The workers of an elastic fleet, from what each of its processes has `described`; this one is `process`."""
-        members = (
-            replace(Worker(*row), process=p) for p, described in enumerate(described_P) for row in described
-        )
+        members = (replace(Worker(*row), process=p) for p, described in enumerate(described_P) for row in described)
         return replace(self, members=tuple(members), process=process)
 
     def with_memory(self, memory_W: np.ndarray) -> Workers:

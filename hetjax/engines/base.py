@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -103,14 +103,6 @@ class Engine(Protocol):
             share: size of a row relative to one of the reference: its price, where prices are not measured.
             bucket: number of the shape.
         """
-        ...
-
-    def offer(self) -> dict[str, Any]:
-        """What the other members of an elastic fleet have to know of this engine, as JSON values."""
-        ...
-
-    def follow(self, workers: Workers, offer_P: Sequence[dict[str, Any]] = (), source: int = 0) -> None:
-        """Go on with the workers of another membership; only engines that can be part of an elastic fleet do."""
         ...
 
     def grow(self, counts_W: np.ndarray | None) -> None:

@@ -78,6 +78,7 @@ class Carrier:
 
     transport = "host"
     elastic = 0  # expected number of processes, where members may come and go
+    _reception: Reception | None  # in process 0
 
     def __init__(
         self,
@@ -121,7 +122,7 @@ class Carrier:
         self._lost: dict[int, str] = {}
         self._failed: BaseException | None = None  # of the thread
         self._pulse = Pulse(self.others, heartbeat_limit, time.monotonic())
-        self._reception: Reception | None = None  # in process 0
+        self._reception = None
         self._answer: tuple[int, Any] | None = None  # in the others: table or refusal
         self._strangers = self._dropped = 0
         self._early: list[Sequence[zmq.Frame]] = []
