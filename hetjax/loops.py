@@ -119,6 +119,8 @@ def _run(
     )
     with Recorder(history, hooks, step.simulation) as recorder:
         while not (record is not None and record.stop) and (made := advance(live)) is not None:
+            if step.requests.leave and step.recovery is not None:
+                step.recovery.leave()
             before, (live, record) = live, made
             if record is not None:
                 recorder.add(record, before.view())

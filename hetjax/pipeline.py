@@ -42,6 +42,7 @@ class Requests:
 
     stop: bool = False
     save: bool = False
+    leave: bool = False  # this process alone leaves an elastic fleet
     left: int = MANY  # batches this process has left: 0, 1, or MANY for more
 
     def take_save(self) -> bool:

@@ -21,7 +21,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 
@@ -40,6 +40,17 @@ Row = Mapping[str, Any]  # what a member says of itself
 
 class StateLost(RuntimeError):
     """The optimizer state of some parameters was lost with all its holders."""
+
+
+class Left(SystemExit):
+    """This process has left an elastic fleet, as it was asked to; the run goes on."""
+
+    def __init__(self, message: str):
+        super().__init__(0)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
 
 
 @dataclass(frozen=True)
@@ -100,9 +111,16 @@ class Recovery:
         """Complete a step; again in the next generation, if the membership changes."""
         while True:
             try:
-                return work()
+                work()
+                self.link.step = self._made
+                return
             except GenerationChanged:
                 self._settle()
+
+    @property
+    def _made(self) -> int:
+        assert self.pipeline is not None
+        return self.pipeline.made
 
     def run(self, work: Callable[[], T]) -> T:
         """Do something that all members do, outside of steps; it has ended when all have done it."""
@@ -123,6 +141,17 @@ class Recovery:
                     return result
             finally:
                 self._inside = self._done = False
+
+    def leave(self) -> NoReturn:
+        """Finish the running step and leave the fleet, which goes on with the other members.
+
+        Raises:
+            Left: always; if nobody catches it, the program ends with exit code 0.
+        """
+        assert self.pipeline is not None
+        self.pipeline.complete()
+        self.link.leave()
+        raise Left(f"Member {self.link.number} left the run after step {self.pipeline.made}; the others go on.")
 
     # -- what the pipeline tells --
 

@@ -331,6 +331,16 @@ class Trainer:
         """Request the end of `fit`: all processes stop after the same step."""
         self.step.requests.stop = True
 
+    def leave(self) -> None:
+        """Request that this process leaves an elastic fleet: `fit` finishes its step and raises `hetjax.recovery.Left`.
+
+        Without an elastic fleet it is a request to stop.
+        """
+        if self.step.recovery is None:
+            self.stop()
+        else:
+            self.step.requests.leave = True
+
     def ask_to_save(self) -> None:
         """Request a checkpoint: all processes find the request in the record of the same step (`Record.save`)."""
         self.step.requests.save = True

@@ -1,5 +1,7 @@
 """Members of an elastic fleet come and go; the run stays the same."""
 
+import threading
+
 import jax
 import numpy as np
 import optax
@@ -72,5 +74,73 @@ def test_a_lost_member(undisturbed, update, victim):
     with Fleet(lambda link: member(link, hook, update=update), 3) as fleet:
         results = fleet.end()
     assert sorted(results) == [number for number in range(3) if number != victim]
+    for result in results.values():
+        check(result, undisturbed)
+
+
+def test_a_member_leaves_and_one_joins(undisturbed):
+    """The leaver finishes its step; the joiner trains from the step at which it came, and its samples are right."""
+    entered = threading.Event()
+
+    def hook(link, record, each):
+        if link.number == 0 and record.step == 2:
+            fleet.start(joins=True)
+            entered.wait(60)
+        if link.number == 3:
+            entered.set()
+        if link.number == 1 and record.step == 7:
+            each.leave()
+
+    def work(link):
+        device = jax.devices()[link.number]
+        with trainer([device]) as each:
+            if link.number == 3:  # it is in as soon as all others have confirmed it
+                ready, register = link.registration.ready, link.registration
+                register.ready = lambda: (ready(), entered.set())
+            state, history = each.fit(each.init(params()), DATA, steps=STEPS, hooks=[
+                lambda record, state: hook(link, record, each)])  # fmt: skip
+            return jax.tree.map(np.asarray, state), history, each.step.recovery.events
+
+    with Fleet(work, 3) as fleet:
+        results = fleet.end()
+    assert sorted(results) == [0, 2, 3]
+    for number in (0, 2):
+        check(results[number], undisturbed)
+    joined = results[3][1].records[0].step
+    assert 3 <= joined <= 4
+    check(results[3], undisturbed, STEPS + 1 - joined)
+    assert [event["members"] for event in results[0][2]] == [[0, 1, 2], [0, 1, 2, 3], [0, 2, 3]]
+
+
+def killing(link, kills):
+    """Let members die as they send their k-th message after a step was reached: {member: (step, k)}."""
+    if link.number not in kills:
+        return
+    (step, k), send, left = kills[link.number], link.send, [None]
+
+    def one(*message):
+        if link.step >= step and left[0] is None:
+            left[0] = k
+        if left[0] == 0:
+            raise Killed
+        if left[0] is not None:
+            left[0] -= 1
+        return send(*message)
+
+    link.send = one
+
+
+@pytest.mark.parametrize("first", (0, 2, 4, 6))
+def test_deaths_at_any_message_of_a_step(undisturbed, first):
+    """Before, during and after the exchange of sums, the update, and the exchange of parameters."""
+    kills = {1: (2, first), 3: (5, first + 1), 0: (8, first + 2)}
+
+    def work(link):
+        killing(link, kills)
+        return member(link)
+
+    with Fleet(work, 5) as fleet:
+        results = fleet.end()
+    assert sorted(results) == [2, 4]
     for result in results.values():
         check(result, undisturbed)

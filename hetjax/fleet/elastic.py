@@ -64,8 +64,8 @@ class ElasticCarrier(Carrier):
     `index` is the position of this process among the members of the generation, and `count` their number.
 
     Args:
-        register: makes the registration of this process from its address (`address`, and on the same host `local` and
-            `host`).
+        register: (place, notify) -> the registration of this process. The place is its address (`address`, and on the
+            same host `local` and `host`); `notify` is called when there is something new.
         rendezvous: HOST:PORT of the rendezvous; the inbox listens on the address that leads there.
         key: CURVE secret key in Z85, the same in all processes; None: the network is trusted.
         expected: number of processes expected, which decides the sizes of microbatches.
@@ -77,7 +77,7 @@ class ElasticCarrier(Carrier):
 
     def __init__(
         self,
-        register: Callable[[dict[str, str]], Registration],
+        register: Callable[[dict[str, str], Callable[[], None]], Registration],
         rendezvous: str,
         *,
         key: bytes | None = None,
@@ -97,7 +97,7 @@ class ElasticCarrier(Carrier):
         self._sockets = Sockets(key)
         self.registration: Registration | None = None
         try:
-            self.registration = register(self._open(None))
+            self.registration = register(self._open(None), self._wake_thread)
             self._start_thread()
             self._control = self.channel()
         except BaseException:

@@ -6,6 +6,7 @@ import time
 from hetjax import processes
 from hetjax.fleet.elastic import ElasticCarrier
 from hetjax.fleet.generations import Fenced, Generation, Member, Superseded
+from hetjax.recovery import Left
 
 TOKEN = b"thetoken"
 
@@ -103,11 +104,13 @@ class Killed(BaseException):
 class PerThread:
     """The link of the thread that asks, where threads stand for processes."""
 
-    def __init__(self):
-        self.local = threading.local()
+    local = threading.local()
 
     def __getattr__(self, name):
         return getattr(self.local.link, name)
+
+    def __setattr__(self, name, value):
+        setattr(self.local.link, name, value)
 
 
 class Fleet:
@@ -132,14 +135,21 @@ class Fleet:
     def _run(self, joins, work):
         meet = self.rendezvous
         link = ElasticCarrier(
-            lambda place: meet.register(place, joins), "127.0.0.1:1", expected=meet.founders, holders=meet.holders,
-            joins=joins, wait_limit=60.0, heartbeat_limit=meet.heartbeat_limit,
-        )  # fmt: skip
+            lambda place, notify: meet.register(place, joins),
+            "127.0.0.1:1",
+            expected=meet.founders,
+            holders=meet.holders,
+            joins=joins,
+            wait_limit=60.0,
+            heartbeat_limit=meet.heartbeat_limit,
+        )
         self.shared.local.link, number = link, link.number
         self.links[number] = link
         try:
             self.results[number] = work(link)
             link.close(together=True)
+        except Left:
+            link.close(together=False)
         except Killed:
             link.close(together=False)
             meet.lose(number)
