@@ -24,6 +24,7 @@ from hetjax.devices.workers import Workers
 from hetjax.fleet.distributed import initialize
 from hetjax.history import History
 from hetjax.sampling.order import Sampler
+from hetjax.simulation.speeds import Simulation
 from hetjax.trainer import Trainer
 from hetjax.zoo.tasks import Task, make_task
 
@@ -45,22 +46,30 @@ def main(devices: str | int | None, parameters: int | None = None) -> None:
     check(devices, Console(quiet=not rank.first), parameters)
 
 
-def check(devices: str | int | None, console: Console, parameters: int | None = None) -> None:
+def check(
+    devices: str | int | Sequence[jax.Device] | None,
+    console: Console,
+    parameters: int | None = None,
+    speeds: Simulation | None = None,
+) -> None:
     """Check the devices of all processes and print the results. Collective.
 
     Args:
-        devices: the devices of this process, as for `hetjax.devices`.
+        devices: the devices of this process, or a choice as for `hetjax.devices`.
         console: where to print.
         parameters: size of the model whose exchange is timed. Default: that of the small CNN that is trained.
+        speeds: simulated speeds, for devices that stand for others. Default: real speeds.
 
     Raises:
         AssertionError: one step of the fleet differs from the same step on one device.
     """
     if parameters is not None:
         parameters = whole("parameters", parameters, 1, 2**31)
-    chosen = chosen_devices(devices)  # before the task uses JAX, which fixes their number
+    if devices is None or isinstance(devices, str | int):
+        devices = chosen_devices(devices)  # before the task uses JAX, which fixes their number
+    chosen = list(devices)
     task = make_task("digits", "cnn", dropout=0.0)
-    with _log_to(console), _trainer(task, chosen, optax.sgd(0.1)) as trainer:
+    with _log_to(console), _trainer(task, chosen, speeds) as trainer:
         workers = trainer.workers
         state = trainer.init(task.model.params)
         state, _ = trainer.fit(state, task.train, steps=1)
@@ -73,7 +82,7 @@ def check(devices: str | int | None, console: Console, parameters: int | None = 
     if parameters is not None:
         found["exchange_seconds"] = _exchange_seconds(chosen, parameters)
     for line in (
-        _heading(workers),
+        _heading(workers, simulated=speeds is not None),
         fleet_table(workers, found),
         *sentences(workers, found),
     ):
@@ -126,12 +135,14 @@ def _median(values: Sequence[float]) -> float:
     return float(np.median(finite)) if finite else float("nan")
 
 
-def _heading(workers: Workers) -> str:
+def _heading(workers: Workers, simulated: bool) -> str:
     size = _number(processes.count(), "process", "es")
-    simulated = ""
-    if len(workers.own) > 1 and {member.platform for member in workers.members} == {"cpu"}:
-        simulated = f" Simulated devices of equal speed share {os.cpu_count()} CPU cores."
-    return f"{_number(len(workers), 'worker')} in {size}.{simulated}"
+    note = ""
+    if simulated:
+        note = " Their speeds are simulated."
+    elif len(workers.own) > 1 and {member.platform for member in workers.members} == {"cpu"}:
+        note = f" Simulated devices of equal speed share {os.cpu_count()} CPU cores."
+    return f"{_number(len(workers), 'worker')} in {size}.{note}"
 
 
 def fleet_table(workers: Workers, found: Mapping[str, Any]) -> Table:
@@ -197,8 +208,8 @@ def _table(*columns: str) -> Table:
     return Table(*columns, box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
 
 
-def _trainer(task: Task, devices: list[jax.Device], optimizer: optax.GradientTransformation) -> Trainer:
-    return Trainer(task.model, optimizer, batch_size=BATCH, controller="balanced", devices=devices)
+def _trainer(task: Task, devices: list[jax.Device], speeds: Simulation | None) -> Trainer:
+    return Trainer(task.model, optax.sgd(0.1), batch_size=BATCH, controller="balanced", devices=devices, speeds=speeds)
 
 
 def _one_step_on_one_device(task: Task, device: jax.Device) -> object:

@@ -70,6 +70,26 @@ def test_three_processes_of_unlike_devices_equal_one_device(tmp_path):
     assert len({result["bits"] for result in there}) == 1
 
 
+def test_a_run_goes_on_in_any_fleet(tmp_path):
+    """From one device to slices in three processes, and to copies in two over XLA's collectives."""
+    fleets = [None, (3, "host", "sharded"), (2, "mesh", "replicated")]
+    losses = []
+    for fleet in fleets:
+        if fleet is None:
+            results = [unlike_program.go_on(tmp_path / "checkpoints", devices=jax.devices()[:1])]
+        else:
+            processes, transport, update = fleet
+            results = run("moved", tmp_path, processes, HETJAX_TRANSPORT=transport, MOVED_UPDATE=update)
+            assert {result["transport"] for result in results} == {transport}
+        losses += results[0]["losses"]
+    steps = [unlike_program.go_on(tmp_path / "alone", devices=jax.devices()[:1]) for _ in fleets]
+    np.testing.assert_allclose(losses, [loss for step in steps for loss in step["losses"]], rtol=2e-4)
+    for result in results:
+        for name in ("params", "model_state", "ema", "opt_state"):
+            for found, expected in zip(result[name], steps[-1][name], strict=True):
+                np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5)
+
+
 def test_replicas_have_the_same_bits_although_one_process_rounds_otherwise(tmp_path):
     """Process 1 has no AVX2 and no fused multiply-add. Replicated updates drift apart, sharded ones cannot."""
     program = tmp_path / "program.py"

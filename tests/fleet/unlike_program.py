@@ -4,6 +4,7 @@
     mixed         three processes: two clients; two devices; one device
     bits          sharded and replicated updates for 200 steps; the bytes of all parameters in the end
     owners        two processes that compute in turns, while the owners of the slices change
+    moved         ten steps from the newest checkpoint, and a checkpoint; with the update in MOVED_UPDATE
     benched       two processes, of which one after the other sits on the bench
     optimizers    sharded and replicated updates of every optimizer, with given shares of the slices
 
@@ -273,6 +274,29 @@ def benched(folder, info):
     }  # fmt: skip
 
 
+def go_on(folder, **options):
+    """Ten steps with Adam, dropout, BatchNorm and a moving average, from the newest checkpoint of a folder."""
+    import optax
+
+    import hetjax
+    from hetjax import checkpoint
+
+    model, data = normalized()
+    options = {"controller": "equal", "engine": hetjax.Chunked(rungs=[4, 16]), "wait_limit": 60, **options}
+    optimizer = optax.adam(1e-2, eps=1e-3)  # a bias before BatchNorm has a gradient of rounding errors only
+    with hetjax.Trainer(model, optimizer, batch_size=32, ema_decay=0.9, **options) as trainer:
+        state = trainer.init(model.params, model.model_state)
+        found = checkpoint.restore_latest(folder, state, trainer)
+        state, history = trainer.fit(state if found is None else found.state, data, steps=10)
+        checkpoint.save(folder, state, trainer)
+        values = {name: plain(getattr(state, name)) for name in ("params", "model_state", "ema", "opt_state")}
+        return {"losses": history.losses, "transport": history.transport, **values}
+
+
+def moved(folder, info):
+    return go_on(Path(folder, "checkpoints"), update=os.environ["MOVED_UPDATE"])
+
+
 def owned_bytes(folder, info):
     """Bytes of the optimizer state in this process, and of all of it."""
     import jax
@@ -312,6 +336,7 @@ def main():
         "bytes": owned_bytes,
         "owners": owners,
         "benched": benched,
+        "moved": moved,
     }[case](folder, info)
     Path(folder, f"{info.process}.json").write_text(json.dumps(result))
     leave(0, together=True)

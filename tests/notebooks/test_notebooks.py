@@ -32,6 +32,7 @@ def test_a_notebook_is_stored_with_outputs_and_a_colab_link(path):
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert "hetjax.devices(" in code[0].source
     assert "JAX_PLATFORMS" not in code[0].source  # a GPU is used where there is one
+    assert "jax=={version('jax')}" in code[0].source  # installing keeps Colab's JAX
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
     assert not [out for cell in code for out in cell.outputs if out.output_type == "error"]
     assert path.stat().st_size < 300_000
