@@ -32,6 +32,7 @@ from hetjax.pipeline import Pipeline
 from hetjax.planning.controllers.base import Plan
 from hetjax.reduce.layout import StepReport
 from hetjax.sampling.order import PlannedStep, Span
+from hetjax.state import LiveState, State
 
 log = logging.getLogger("hetjax")
 T = TypeVar("T")
@@ -152,6 +153,32 @@ class Recovery:
         self.pipeline.complete()
         self.link.leave()
         raise Left(f"Member {self.link.number} left the run after step {self.pipeline.made}; the others go on.")
+
+    def go_back(self, lost: StateLost, restore: Callable[[], State]) -> LiveState:
+        """Go on from an earlier state, in the same processes and with the same programs.
+
+        Steps that are done again give no second record.
+
+        Args:
+            lost: why.
+            restore: returns that state, in all members at once.
+
+        Returns:
+            The state on the devices.
+        """
+        pipeline = self.pipeline
+        assert pipeline is not None
+        while True:
+            try:
+                state = restore()
+                break
+            except GenerationChanged:
+                self.link.enter_next()
+        log.warning("%s Going on after step %d.", lost, state.step)
+        self._new, self._kept, self._cursors = True, {}, {state.step: state.cursor}
+        pipeline.settled(self._reduce.place(state.core), state.step)
+        self._settle(enter=False)
+        return LiveState(pipeline, pipeline.made, self._cursors[pipeline.made])
 
     # -- what the pipeline tells --
 
@@ -314,7 +341,7 @@ class _Found:
         lost = [row["number"] for row in rows]
         raise StateLost(
             f"The optimizer state of some parameters was lost with all members that held it; members "
-            f"{', '.join(map(str, lost))} are left. Go on from the last checkpoint."
+            f"{', '.join(map(str, lost))} are left."
         )
 
     def mine(self, process: int) -> int | None:

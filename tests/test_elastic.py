@@ -9,6 +9,8 @@ import pytest
 from elastic_fleet import Fleet, Killed
 
 import hetjax
+from hetjax import checkpoint
+from hetjax.state import gathered
 
 STEPS, BATCH, SAMPLES = 12, 24, 96
 RNG = np.random.default_rng(0)
@@ -130,7 +132,7 @@ def killing(link, kills):
     link.send = one
 
 
-@pytest.mark.parametrize("first", (0, 2, 4, 6))
+@pytest.mark.parametrize("first", [0, 2, 4, 6])
 def test_deaths_at_any_message_of_a_step(undisturbed, first):
     """Before, during and after the exchange of sums, the update, and the exchange of parameters."""
     kills = {1: (2, first), 3: (5, first + 1), 0: (8, first + 2)}
@@ -144,3 +146,71 @@ def test_deaths_at_any_message_of_a_step(undisturbed, first):
     assert sorted(results) == [2, 4]
     for result in results.values():
         check(result, undisturbed)
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_without_second_holders_all_go_back_to_the_checkpoint(undisturbed, tmp_path, saved):
+    """The steps after it are done again in the same processes, and give no second record."""
+
+    def work(link):
+        with trainer([jax.devices()[link.number]]) as each:
+            saver = checkpoint.Saver(tmp_path, each, steps=3 if saved else 1000)
+
+            def hook(record, state):
+                if record.step == 8 and link.number == owner_of(each):
+                    raise Killed
+
+            with saver:
+                state, history = each.fit(each.init(params()), DATA, steps=STEPS, hooks=[saver, hook])
+            return jax.tree.map(np.asarray, state), history, each.step.recovery.events
+
+    owner_of = lambda each: each.step._pipeline.reduce.exchange.owners[0]
+    with Fleet(work, 3, holders=1) as fleet:
+        results = fleet.end()
+    assert len(results) == 2
+    for result in results.values():
+        check(result, undisturbed)
+
+
+@pytest.mark.parametrize("kill", [(1, 1), (4, 2), (8, 3)])
+def test_deaths_in_evaluations_and_while_saving(undisturbed, tmp_path, kill):
+    """Every evaluation and checkpoint is complete, and the same in all."""
+    seen = {}
+
+    def work(link):
+        with trainer([jax.devices()[link.number]]) as each:
+            saver = checkpoint.Saver(tmp_path, each, steps=4)
+
+            def hook(record, state):
+                if record.step % 4 == 0:
+                    if link.number == 1 and record.step == 4:
+                        count_down(link, kill[0])
+                    if link.number == 0 and record.step == 8:
+                        count_down(link, kill[1])
+                    found = each.evaluate(gathered(state), DATA)
+                    seen.setdefault(record.step, {})[link.number] = found["loss"]
+
+            with saver:
+                state, history = each.fit(each.init(params()), DATA, steps=STEPS, hooks=[hook, saver])
+            return jax.tree.map(np.asarray, state), history, each.step.recovery.events
+
+    with Fleet(work, 4) as fleet:
+        results = fleet.end()
+    assert sorted(results) == [2, 3]
+    for result in results.values():
+        check(result, undisturbed)
+    for losses in seen.values():
+        np.testing.assert_allclose(list(losses.values()), losses[2], rtol=1e-6)
+
+
+def count_down(link, sends):
+    """The thread of this member dies as it sends its next but `sends` message."""
+    send, left = link.send, [sends]
+
+    def one(*message):
+        left[0] -= 1
+        if left[0] < 0:
+            raise Killed
+        return send(*message)
+
+    link.send = one

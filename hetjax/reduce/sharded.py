@@ -120,6 +120,7 @@ class HostSharded(HostSums):
         model_state = jax.tree.map(np.asarray, model_state)
         placed = HostCore(vector, model_state, {}, frozenset(self.everyone))
         if self.workers.elastic:  # owners are known when the members have met
+            self.before, self.updated, self.spare = None, {}, {}
             return placed
         owned = {k: self._cut_out(k) for k in self._own_pieces()}
         for k, mine in owned.items() if self.has_masters else ():
@@ -135,7 +136,8 @@ class HostSharded(HostSums):
             vector = [np.empty(size, self.layout.dtype) for size in self.layout.grad_sizes]
             self._flatten(trainable(ema), vector)
             average = _runs(vector, piece)
-        return self._program(k).place(OwnedPiece(self.slices.cut(opt_state, piece.ranges), average))
+        with expected():
+            return self._program(k).place(OwnedPiece(self.slices.cut(opt_state, piece.ranges), average))
 
     def like(self, core: HostCore, leaves: Sequence[np.ndarray]) -> HostCore:
         """A core with other parameters and model state, in the other buffer."""
