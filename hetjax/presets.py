@@ -380,20 +380,20 @@ def alike(step: Any) -> dict[str, Any]:
     }
 
 
-def check_rows(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse members of an elastic fleet that differ in what all must have in common.
+def check_rows(rows: Sequence[Mapping[str, Any]], me: int) -> None:
+    """Refuse a member of an elastic fleet that differs in what all must have in common; the others go on without it.
 
     Args:
         rows: what each member says of itself; the first that trains already is right.
+        me: the row of this process.
     """
-    right = next((row for row in rows if not row["new"]), rows[0])
-    for row in rows:
-        for name, value in row["alike"].items():
-            if value != right["alike"].get(name):
-                raise ValueError(
-                    f"Member {row['number']} differs from member {right['number']} in its {name.replace('_', ' ')}: "
-                    f"{value} instead of {right['alike'].get(name)}. Start all with the same code and options."
-                )
+    right, own = next((row for row in rows if not row["new"]), rows[0]), rows[me]
+    for name, value in own["alike"].items():
+        if value != right["alike"].get(name):
+            raise ValueError(
+                f"Member {own['number']} differs from member {right['number']} in its {name.replace('_', ' ')}: "
+                f"{value} instead of {right['alike'].get(name)}. Start all with the same code and options."
+            )
 
 
 def check_elastic(step: Any) -> None:

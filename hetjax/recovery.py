@@ -17,6 +17,7 @@ member is lost before.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -105,6 +106,8 @@ class Recovery:
         self.pipeline, self.terms, self._new = pipeline, dict(terms), True
         self._kept, self._cursors = {}, {pipeline.made: cursor}
         pipeline.recovery = self
+        alike = {name.replace("_", " "): str(value) for name, value in self.step.alike().items()}
+        self.link.registration.describe(alike | {"model": digest_of(pipeline.session.key)})
         self._settle(enter=self.link.generation == 0)
         return self._cursors[pipeline.made]
 
@@ -227,8 +230,7 @@ class Recovery:
                      ", ".join(map(str, numbers)), seconds, generation.reason)  # fmt: skip
 
     def _enter(self) -> None:
-        if self.link.joins and self._new and self.link.generation == 0:
-            assert self.link.registration is not None
+        if self.link.joins and self.link.generation == 0:
             self.link.registration.ready()
         self.link.enter_next()
 
@@ -239,7 +241,7 @@ class Recovery:
         reduce = self._reduce
         held = reduce.held(pipeline.core, pipeline.made)
         rows: list[Row] = processes.gather(self._row(held))
-        presets.check_rows(rows)
+        presets.check_rows(rows, self.link.index)
         base = [p for p, row in enumerate(rows) if not row["new"]] or list(range(len(rows)))
         found = _Found.of(rows, base, len(reduce.pieces) if held is not None else 0)
         source = base[0]
@@ -354,6 +356,11 @@ class _Found:
         """The tail of the last step, from a process that has made it."""
         row = next(row for row in self.rows if not row["new"] and row["made"] == self.step)
         return np.asarray(row["tail"], dtype)
+
+
+def digest_of(text: str) -> str:
+    """A short digest of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _positions(members_W: Sequence[Any], former_W: Sequence[Any]) -> list[int | None]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from hetjax.fleet.carrier import Carrier
 from hetjax.fleet.channel import Buffer, Channel, Mail
 from hetjax.fleet.generations import Generation, Superseded
 from hetjax.fleet.protocol import BYE, unpacked
+from hetjax.fleet.pulse import Pulse
 from hetjax.fleet.rendezvous import own_address_towards, split_address, url
 from hetjax.fleet.sockets import Sockets, local_address
 
@@ -42,6 +43,7 @@ class Registration(Protocol):
 
     number: int
     newest: Generation | None
+    silent_limit: float
 
     def wait_newer(self, than: int, limit: float) -> Generation: ...
 
@@ -55,7 +57,9 @@ class Registration(Protocol):
 
     def leave(self) -> None: ...
 
-    def close(self) -> None: ...
+    def describe(self, alike: Mapping[str, Any]) -> None: ...
+
+    def close(self, finished: bool = True) -> None: ...
 
 
 class ElasticCarrier(Carrier):
@@ -72,7 +76,6 @@ class ElasticCarrier(Carrier):
         holders: processes that keep the optimizer state of a slice, 1 or 2.
         joins: whether this process joins a fleet that trains already.
         wait_limit: seconds to wait for a message.
-        heartbeat_limit: seconds after which a silent process is suspected.
     """
 
     def __init__(
@@ -85,9 +88,8 @@ class ElasticCarrier(Carrier):
         holders: int = 2,
         joins: bool = False,
         wait_limit: float = 600.0,
-        heartbeat_limit: float = 5.0,
     ):
-        self._prepare(0, 1, wait_limit, heartbeat_limit)
+        self._prepare(0, 1, wait_limit, 1.0)
         self.rendezvous, self.elastic, self.holders, self.joins = rendezvous, expected, holders, joins
         self.step = 0  # number of steps that this process has made, for the rendezvous
         self.entered: Generation | None = None
@@ -98,6 +100,7 @@ class ElasticCarrier(Carrier):
         self.registration: Registration | None = None
         try:
             self.registration = register(self._open(None), self._wake_thread)
+            self._pulse = Pulse((), self.registration.silent_limit, time.monotonic())
             self._start_thread()
             self._control = self.channel()
         except BaseException:
@@ -250,7 +253,7 @@ class ElasticCarrier(Carrier):
                     outbox.send(self._header(BYE), zmq.NOBLOCK)
         if self.registration is not None:
             with suppress(Exception):
-                self.registration.close()
+                self.registration.close(finished=together)
         super().close(together=False)
 
     # -- in the thread --
@@ -265,7 +268,8 @@ class ElasticCarrier(Carrier):
 
     def _file(self, frames: Sequence[zmq.Frame], visitor: bytes = b"") -> None:
         header = unpacked(bytes(frames[0].buffer)) if frames else None
-        if header is not None and header.token == self._token and header.generation != self.generation:
+        belongs = header is not None and (header.token == self._token or self.entered is None)
+        if header is not None and belongs and header.generation != self.generation:
             if header.generation > self.generation and len(self._early) < _MOST_EARLY:
                 self._early.append(frames)
             return
