@@ -1,0 +1,216 @@
+"""Members of an elastic fleet come and go; the run stays the same."""
+
+import threading
+
+import jax
+import numpy as np
+import optax
+import pytest
+from elastic_fleet import Fleet, Killed
+
+import hetjax
+from hetjax import checkpoint
+from hetjax.state import gathered
+
+STEPS, BATCH, SAMPLES = 12, 24, 96
+RNG = np.random.default_rng(0)
+DATA = {"x": RNG.normal(size=(SAMPLES, 8)).astype(np.float32), "y": RNG.normal(size=SAMPLES).astype(np.float32)}
+
+
+def loss_fn(params, batch, keys):
+    hidden = jax.numpy.tanh(batch["x"] @ params["w"] + params["b"])
+    return (hidden @ params["v"] - batch["y"]) ** 2
+
+
+def params():
+    rng = np.random.default_rng(1)
+    return {name: rng.normal(size=shape).astype(np.float32) * 0.3
+            for name, shape in (("w", (8, 16)), ("b", (16,)), ("v", (16,)))}  # fmt: skip
+
+
+def trainer(devices, **options):
+    options = {"engine": hetjax.Chunked(rungs=[4, 8]), "seed": 3} | options
+    return hetjax.Trainer(loss_fn, optax.sgd(0.05, momentum=0.9), batch_size=BATCH, devices=devices, **options)
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    with trainer(jax.devices()[:1]) as alone:
+        state, history = alone.fit(alone.init(params()), DATA, steps=STEPS)
+        return jax.tree.map(np.asarray, state), history.losses
+
+
+def member(link, hook=None, **options):
+    device = jax.devices()[link.number % 8]
+    with trainer([device], **options) as each:
+        hooks = [] if hook is None else [lambda record, state: hook(link, record, each)]
+        state, history = each.fit(each.init(params()), DATA, steps=STEPS, hooks=hooks)
+        return jax.tree.map(np.asarray, state), history, each.step.recovery.events
+
+
+def check(result, undisturbed, steps=STEPS):
+    state, history, _ = result
+    there, losses = undisturbed
+    assert [record.step for record in history.records] == list(range(STEPS - steps + 1, STEPS + 1))
+    np.testing.assert_allclose(history.losses, losses[-steps:], rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(state.core), jax.tree.leaves(there.core), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    assert (state.step, state.cursor) == (there.step, there.cursor)
+
+
+@pytest.mark.parametrize("update", ["sharded", "replicated"])
+def test_undisturbed(undisturbed, update):
+    with Fleet(lambda link: member(link, update=update), 3) as fleet:
+        results = fleet.end()
+    for result in results.values():
+        check(result, undisturbed)
+
+
+@pytest.mark.parametrize("update", ["sharded", "replicated"])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_lost_member(undisturbed, update, victim):
+    def hook(link, record, each):
+        if link.number == victim and record.step == 5:
+            raise Killed
+
+    with Fleet(lambda link: member(link, hook, update=update), 3) as fleet:
+        results = fleet.end()
+    assert sorted(results) == [number for number in range(3) if number != victim]
+    for result in results.values():
+        check(result, undisturbed)
+
+
+def test_a_member_leaves_and_one_joins(undisturbed):
+    """The leaver finishes its step; the joiner trains from the step at which it came, and its samples are right."""
+    entered = threading.Event()
+
+    def hook(link, record, each):
+        if link.number == 0 and record.step == 2:
+            fleet.start(joins=True)
+            entered.wait(60)
+        if link.number == 3:
+            entered.set()
+        if link.number == 1 and record.step == 7:
+            each.leave()
+
+    def work(link):
+        device = jax.devices()[link.number]
+        with trainer([device]) as each:
+            if link.number == 3:  # it is in as soon as all others have confirmed it
+                ready, register = link.registration.ready, link.registration
+                register.ready = lambda: (ready(), entered.set())
+            state, history = each.fit(each.init(params()), DATA, steps=STEPS, hooks=[
+                lambda record, state: hook(link, record, each)])  # fmt: skip
+            return jax.tree.map(np.asarray, state), history, each.step.recovery.events
+
+    with Fleet(work, 3) as fleet:
+        results = fleet.end()
+    assert sorted(results) == [0, 2, 3]
+    for number in (0, 2):
+        check(results[number], undisturbed)
+    joined = results[3][1].records[0].step
+    assert 3 <= joined <= 4
+    check(results[3], undisturbed, STEPS + 1 - joined)
+    assert [event["members"] for event in results[0][2]] == [[0, 1, 2], [0, 1, 2, 3], [0, 2, 3]]
+
+
+def killing(link, kills):
+    """Let members die as they send their k-th message after a step was reached: {member: (step, k)}."""
+    if link.number not in kills:
+        return
+    (step, k), send, left = kills[link.number], link.send, [None]
+
+    def one(*message):
+        if link.step >= step and left[0] is None:
+            left[0] = k
+        if left[0] == 0:
+            raise Killed
+        if left[0] is not None:
+            left[0] -= 1
+        return send(*message)
+
+    link.send = one
+
+
+@pytest.mark.parametrize("first", [0, 2, 4, 6])
+def test_deaths_at_any_message_of_a_step(undisturbed, first):
+    """Before, during and after the exchange of sums, the update, and the exchange of parameters."""
+    kills = {1: (2, first), 3: (5, first + 1), 0: (8, first + 2)}
+
+    def work(link):
+        killing(link, kills)
+        return member(link)
+
+    with Fleet(work, 5) as fleet:
+        results = fleet.end()
+    assert sorted(results) == [2, 4]
+    for result in results.values():
+        check(result, undisturbed)
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_without_second_holders_all_go_back_to_the_checkpoint(undisturbed, tmp_path, saved):
+    """The steps after it are done again in the same processes, and give no second record."""
+
+    def work(link):
+        with trainer([jax.devices()[link.number]]) as each:
+            saver = checkpoint.Saver(tmp_path, each, steps=3 if saved else 1000)
+
+            def hook(record, state):
+                if record.step == 8 and link.number == owner_of(each):
+                    raise Killed
+
+            with saver:
+                state, history = each.fit(each.init(params()), DATA, steps=STEPS, hooks=[saver, hook])
+            return jax.tree.map(np.asarray, state), history, each.step.recovery.events
+
+    owner_of = lambda each: each.step._pipeline.reduce.exchange.owners[0]
+    with Fleet(work, 3, holders=1) as fleet:
+        results = fleet.end()
+    assert len(results) == 2
+    for result in results.values():
+        check(result, undisturbed)
+
+
+@pytest.mark.parametrize("kill", [(1, 1), (4, 2), (8, 3)])
+def test_deaths_in_evaluations_and_while_saving(undisturbed, tmp_path, kill):
+    """Every evaluation and checkpoint is complete, and the same in all."""
+    seen = {}
+
+    def work(link):
+        with trainer([jax.devices()[link.number]]) as each:
+            saver = checkpoint.Saver(tmp_path, each, steps=4)
+
+            def hook(record, state):
+                if record.step % 4 == 0:
+                    if link.number == 1 and record.step == 4:
+                        count_down(link, kill[0])
+                    if link.number == 0 and record.step == 8:
+                        count_down(link, kill[1])
+                    found = each.evaluate(gathered(state), DATA)
+                    seen.setdefault(record.step, {})[link.number] = found["loss"]
+
+            with saver:
+                state, history = each.fit(each.init(params()), DATA, steps=STEPS, hooks=[hook, saver])
+            return jax.tree.map(np.asarray, state), history, each.step.recovery.events
+
+    with Fleet(work, 4) as fleet:
+        results = fleet.end()
+    assert sorted(results) == [2, 3]
+    for result in results.values():
+        check(result, undisturbed)
+    for losses in seen.values():
+        np.testing.assert_allclose(list(losses.values()), losses[2], rtol=1e-6)
+
+
+def count_down(link, sends):
+    """The thread of this member dies as it sends its next but `sends` message."""
+    send, left = link.send, [sends]
+
+    def one(*message):
+        left[0] -= 1
+        if left[0] < 0:
+            raise Killed
+        return send(*message)
+
+    link.send = one
