@@ -21,7 +21,7 @@ import numpy as np
 import optax
 
 import hetjax
-from hetjax import checkpoint
+from hetjax import checkpoint, processes
 from hetjax.fleet import initialize, leave
 from hetjax.launch.elastic import STOP
 from hetjax.launch.heartbeat import from_environment
@@ -59,7 +59,7 @@ def train(log: Path, steps: int, pause: float = 0.0, end: Path | None = None, fo
     with contextlib.ExitStack() as stack:
         trainer = hetjax.Trainer(
             loss_fn, optax.sgd(0.02, momentum=0.9), batch_size=BATCH, devices=jax.local_devices()[:1],
-            engine=hetjax.Chunked(rungs=[8]), update="sharded",
+            engine=hetjax.Chunked(rungs=[8]), **({"update": "sharded"} if processes.link() else {}),
         )  # fmt: skip
         stack.enter_context(trainer)
         state = trainer.init({"w": jnp.zeros((FEATURES, CLASSES)), "b": jnp.zeros(CLASSES)})
