@@ -76,6 +76,12 @@ def test_too_many_programs_make_the_command_fail(devices, monkeypatch, capsys):
     assert "Before the first step" in printed
 
 
+def test_small_microbatches_do_not_show_what_a_row_takes_on_a_tpu(devices, monkeypatch):
+    """They fit into the chip's own memory, which the compiler does not count."""
+    monkeypatch.setattr("hetjax.engines.chunked.on_cpu", lambda kind: False)
+    assert compiled(target("v5e"), make, "chunked", devices).most_rows is None
+
+
 def test_a_donated_buffer_that_is_not_reused_is_a_problem():
     with recorded() as programs, pytest.warns(UserWarning, match="donated buffers were not usable"):
         compile_for(
