@@ -11,6 +11,10 @@ class Fenced(ConnectionError):
     """This process is no longer a member: it was silent for too long, or it is on the smaller side of a partition."""
 
 
+class RunStopped(Fenced):
+    """The run stops: too few members are left. Those that are left save a checkpoint."""
+
+
 class Superseded(Exception):
     """A newer generation was proposed before all members confirmed the older one."""
 
@@ -24,6 +28,7 @@ class Member:
     local: str | None = None  # of its inbox, for processes with the same `host`
     host: str = ""
     description: Mapping[str, Any] = field(default_factory=dict)  # JSON values, such as version, devices, memory
+    proof: str = ""  # digest of its secret, by which a restarted rendezvous knows it again
 
     def to_json(self) -> dict[str, Any]:
         """The member as JSON values."""
@@ -36,14 +41,14 @@ class Member:
         Raises:
             ValueError: if they are not those of a member.
         """
-        number, address = values.get("number"), values.get("address")
+        number, address, proof = values.get("number"), values.get("address"), values.get("proof", "")
         local, host, description = values.get("local"), values.get("host", ""), values.get("description", {})
-        fits = isinstance(number, int) and isinstance(address, str) and isinstance(host, str)
+        fits = isinstance(number, int) and isinstance(address, str) and isinstance(host, str) and isinstance(proof, str)
         if not fits or not isinstance(local, str | None) or not isinstance(description, dict):
             raise ValueError(f"These values describe no member: {str(values)[:200]}.")
         assert isinstance(number, int)
         assert isinstance(address, str)
-        return cls(number, address, local, host, description)
+        return cls(number, address, local, host, description, str(proof))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-HELLO, TABLE, REFUSED, DATA, BEAT, BYE = range(6)  # kinds of message
+HELLO, TABLE, REFUSED, DATA, BEAT, BYE, STATUS = range(7)  # kinds of message
 NO_TOKEN = bytes(8)
 _FAMILY, _MAGIC = b"HJX", b"HJX1"  # this protocol, and its version
 _HEADER = struct.Struct("<4sB8sHIIQI")

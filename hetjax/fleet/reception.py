@@ -110,17 +110,20 @@ class Reception:
         rows = sorted(self.rows.items())
         if problems := [f"Process {peer}: {row['problem']}" for peer, row in rows if row.get("problem")]:
             return " ".join(problems)
-        mine = self.rows[0]
-        for peer, theirs in rows:
-            for name in ("version", "processes", *mine.get("alike", {})):
-                a, b = (row.get(name, row.get("alike", {}).get(name)) for row in (mine, theirs))
-                if a != b:
-                    words = "number of processes" if name == "processes" else name.replace("_", " ")
-                    return (
-                        f"Process {peer} differs from process 0 in its {words}: {b} instead of {a}. Start all "
-                        "processes with the same hetjax and the same flags."
-                    )
+        for peer, row in rows:
+            if (differs := first_difference(self.rows[0], row, "version", "processes")) is not None:
+                return f"Process {peer} differs from process 0 in its {differs}"
         return None
+
+
+def first_difference(mine: dict[str, Any], theirs: dict[str, Any], *names: str) -> str | None:
+    """In what the descriptions of two processes differ that have to be alike, as the end of a sentence."""
+    for name in (*names, *mine.get("alike", {})):
+        a, b = (row.get(name, row.get("alike", {}).get(name)) for row in (mine, theirs))
+        if a != b:
+            words = "number of processes" if name == "processes" else name.replace("_", " ")
+            return f"{words}: {b} instead of {a}. Start all processes with the same hetjax and the same flags."
+    return None
 
 
 def _described(content: bytes) -> dict[str, Any] | None:
