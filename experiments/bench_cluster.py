@@ -22,6 +22,8 @@ noise ceiling   efficiency of the best FIXED split: mean over steps of mean / ma
                 mean times, times (1 - overhead share)
 recovery_steps  steps after a swap of the fastest and slowest worker's quotas until one takes at most 15% longer than
                 before: median over swaps; the number of steps between swaps if none does
+against         with --against: percent by which a step takes longer than one of a second run with other settings, whose
+                processes share the quotas and take turns; in units of the ideals around both, with the 95% interval
 breakdown       with --breakdown: mean milliseconds outside the slowest local phase, by cause, in the slowest process of
                 every step and in each process
 """
@@ -42,10 +44,11 @@ from typing import Any
 import numpy as np
 from benches.breakdown import breakdown as breakdown_of
 from benches.breakdown import table as table_of_causes
-from benches.flags import JsonFile, Switch, from_flags
+from benches.flags import JsonFile, Switch, Text, from_flags
 from benches.torch_cluster import TorchCluster, figures_of_torch
 from rich.console import Console
 from rich.table import Table
+from studies.wire_accuracy import interval
 
 from hetjax import environment
 from hetjax.fleet.rendezvous import free_port
@@ -59,20 +62,33 @@ SKIP = 10  # first steps, in which controllers with a period find their shares
 RECOVERED = 1.15  # step time over that before a swap
 
 
-def run_cluster(settings: dict[str, Any], limit: float) -> list[dict[str, Any]]:
-    """Start the processes, set quotas when process 0 requests them, and collect its messages."""
-    quotas, messages = settings["quotas"], []
-    address = f"127.0.0.1:{free_port('127.0.0.1')}"
-    with ExitStack() as stack:
-        remove_stale()
-        groups = [stack.enter_context(CpuQuota(f"worker{i}")) for i in range(len(quotas))]
+def _differences(text: str | None) -> dict[str, str]:
+    """The settings of a second run; {} without one."""
+    parts = [part.partition("=") for part in text.split(",")] if text else []
+    found = {name: value for name, _, value in parts}
+    if len(found) != len(parts) or not set(found) <= {"transport", "update", "wire"} or not all(found.values()):
+        raise ValueError(f"--against is {text!r}: give transport=, update= or wire=, comma-separated, once each.")
+    return found
+
+
+class Cluster:
+    """The processes of a run of hetjax in these control groups; they train until they give the turn to others.
+
+    Args:
+        settings: of the run.
+        groups: a control group for each process.
+        stack: kills the processes when it closes.
+    """
+
+    def __init__(self, settings: dict[str, Any], groups: Sequence[CpuQuota], stack: ExitStack):
+        self.groups, self.processes, self.messages, self.waits = groups, [], [], False
+        address = f"127.0.0.1:{free_port('127.0.0.1')}"
         start = [sys.executable, "-I", "-S", child.__file__, str(os.getpid())]
         command = [sys.executable, str(WORKER), json.dumps(settings)]
-        processes = []
         for i, group in enumerate(groups):
             identity = {
                 environment.COORDINATOR: address,
-                environment.PROCESSES: str(len(quotas)),
+                environment.PROCESSES: str(len(groups)),
                 environment.PROCESS: str(i),
                 environment.TRANSPORT: settings["transport"],
             }
@@ -84,40 +100,83 @@ def run_cluster(settings: dict[str, Any], limit: float) -> list[dict[str, Any]]:
                 text=True,
             )
             stack.callback(process.kill)
-            processes.append(process)
-        torch = None
-        if settings["torch"]:
-            torch = stack.enter_context(TorchCluster(settings["torch"], settings, [group.path for group in groups]))
-            messages.append({"torch_version": torch.version})
-        first, timer = processes[0], threading.Timer(limit, lambda: [process.kill() for process in processes])
-        timer.daemon = True
-        timer.start()
-        stack.callback(timer.cancel)
-        assert first.stdin is not None
+            self.processes.append(process)
+
+    def run(self) -> bool:
+        """Go on until the processes give their turn away; whether they did, and have not ended."""
+        first = self.processes[0]
         assert first.stdout is not None
+        if self.waits:
+            self._answer()
         for line in first.stdout:
             if not line.startswith("{"):
                 continue  # output of gloo
             message = json.loads(line)
             if "quotas" in message:
-                for group, cores in zip(groups, message["quotas"] or [None] * len(groups), strict=True):
+                for group, cores in zip(self.groups, message["quotas"] or [None] * len(self.groups), strict=True):
                     group.set(cores)
-                first.stdin.write("done\n")
-                first.stdin.flush()
+                self._answer()
             elif "turn" in message:
-                messages += [] if torch is None else [{"torch": torch.turn()}]
-                first.stdin.write("done\n")
-                first.stdin.flush()
+                self.waits = True
+                return True
             else:
-                messages.append(message)
+                self.messages.append(message)
+        return False
+
+    def check_end(self) -> None:
+        """Raise RuntimeError if a process did not end well."""
+        for i, process in enumerate(self.processes):
+            if process.wait(timeout=60) != 0:
+                raise RuntimeError(f"Process {i} of the cluster ended with exit code {process.returncode}.")
+
+    def _answer(self) -> None:
+        first = self.processes[0]
+        assert first.stdin is not None
+        first.stdin.write("done\n")
+        first.stdin.flush()
+        self.waits = False
+
+
+def run_cluster(settings: dict[str, Any], limit: float) -> list[dict[str, Any]]:
+    """Start the processes, set quotas when process 0 requests them, and collect its messages."""
+    with ExitStack() as stack:
+        remove_stale()
+        groups = [stack.enter_context(CpuQuota(f"worker{i}")) for i in range(len(settings["quotas"]))]
+        clusters: list[Cluster] = []
+
+        def end() -> None:
+            for process in (process for cluster in clusters for process in cluster.processes):
+                process.kill()
+
+        timer = threading.Timer(limit, end)
+        timer.daemon = True
+        timer.start()
+        stack.callback(timer.cancel)
+        messages: list[dict[str, Any]] = []
+        other = torch = None
+        if settings["torch"]:
+            torch = stack.enter_context(TorchCluster(settings["torch"], settings, [group.path for group in groups]))
+            messages.append({"torch_version": torch.version})
+        if settings["against"]:
+            clusters.append(
+                other := Cluster(settings | settings["against"] | {"second": True, "swaps": 0}, groups, stack)
+            )
+            other.run()  # until it is compiled and waits for its turn
+        clusters.append(cluster := Cluster(settings, groups, stack))
+        while cluster.run():
+            if other is not None:
+                other.run()
+            if torch is not None:
+                messages.append({"torch": torch.turn()})
+        while other is not None and other.run():
+            pass
         for group in groups:
             group.set(None)
         if not timer.is_alive():
             raise TimeoutError(f"The cluster did not finish within {limit:.0f} s.")
-        for i, process in enumerate(processes):
-            if process.wait(timeout=60) != 0:
-                raise RuntimeError(f"Process {i} of the cluster ended with exit code {process.returncode}.")
-    return messages
+        for each in clusters:
+            each.check_end()
+    return [*cluster.messages, *messages, *([] if other is None else [{"against": other.messages}])]
 
 
 def joined(rounds: list[dict[str, Any]]) -> dict[str, Any]:
@@ -132,6 +191,13 @@ def joined(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     return stretch | {"changed": changed, "recompiles": sum(run["recompiles"] for run in rounds)}
 
 
+def solo_speeds(messages: Sequence[dict[str, Any]]) -> tuple[np.ndarray, list[str], np.ndarray]:
+    """Each measurement of the workers' own rates, the controllers between two of them, and the ideal of these parts."""
+    solos = np.array([message["solo"] for message in messages if "solo" in message])
+    parts = [message["controller"] for message in messages if "quiet" in message]
+    return solos, parts, (solos[:-1] + solos[1:]).sum(axis=1) / 2
+
+
 def efficiency_by_round(rounds: list[dict[str, Any]], batch: int, ideals: Sequence[float]) -> list[float]:
     """Rate of each round over the ideal measured around it."""
     found = []
@@ -144,6 +210,17 @@ def efficiency_by_round(rounds: list[dict[str, Any]], batch: int, ideals: Sequen
 def _timed_all(times: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """The steps in which every worker had samples and was timed: on the bench it has none."""
     return ~np.isnan(times).any(axis=1) & (counts > 0).all(axis=1)
+
+
+def pairs(messages: list[dict[str, Any]], by_round: dict[str, list[float]], batch: int) -> dict[str, list[float]]:
+    """Percent by which a step takes longer than in the second run, in units of the ideals around both, by round."""
+    _, parts, around = solo_speeds(messages)
+    found = {}
+    for name, first in by_round.items():
+        rounds = [message["quiet"] for message in messages if message.get("controller") == name and "quiet" in message]
+        second = efficiency_by_round(rounds, batch, around[[part == name for part in parts]])
+        found[name] = [100 * (b / a - 1) for a, b in zip(first, second, strict=True)]
+    return found
 
 
 def use_by_round(rounds: list[dict[str, Any]]) -> list[float]:
@@ -284,6 +361,7 @@ def main(
     torch_python: str = sys.executable,
     wire: str = "float32",
     delay: int = 0,
+    against: Text = None,
     quick: Switch = False,
 ) -> int:
     """Compare controllers on processes under real CPU quotas.
@@ -305,6 +383,7 @@ def main(
         torch_python: an interpreter that has torch.
         wire: numbers between processes: float32, bfloat16, int8 or auto.
         delay: steps by which updates are late, 0 or 1.
+        against: in turn with a second run, whose settings differ: transport=mesh, update=replicated, comma-separated.
         quick: equal and balanced only, few steps, one swap: a smoke test.
     """
     console = Console()
@@ -314,6 +393,7 @@ def main(
     try:
         chosen = [_parse_controller(name) for name in names]
         settings = {"controllers": chosen, "quotas": _cores(quotas)}
+        settings["against"] = _differences(against)
         names = [name for name, *_ in chosen]
         if steps < SKIP + 2 or rounds < 1:
             raise ValueError(f"{steps} steps in {rounds} rounds: give {SKIP + 2} steps or more, in 1 round or more.")
@@ -336,6 +416,7 @@ def main(
         "swap_every": swap_every,
         "breakdown": breakdown,
         "torch": torch_python if with_torch else None,
+        "second": False,
         "wire": wire,
         "delay": delay,
         "solo_s": 1.0 if quick else 2.0,
@@ -346,10 +427,8 @@ def main(
     except QuotasRefused as refused:
         console.print(f"error: {refused}", highlight=False, soft_wrap=True)
         return 2
-    solos = np.array([message["solo"] for message in messages if "solo" in message])
+    solos, parts, around = solo_speeds(messages)
     ideal = float(solos.sum(axis=1).mean())
-    parts = [message["controller"] for message in messages if "quiet" in message]  # between measurements of solo speed
-    around = (solos[:-1] + solos[1:]).sum(axis=1) / 2
     by_name: dict[str, dict[str, Any]] = {}
     by_round: dict[str, list[float]] = {}
     used: dict[str, list[float]] = {}
@@ -395,6 +474,14 @@ def main(
         results[key] = {name: row[key] for name, row in by_name.items()}
     if in_torch:
         results["torch"] = in_torch
+    for message in messages:
+        for name, ratios in pairs(message["against"], by_round, batch_size).items() if "against" in message else ():
+            mean, half = interval(ratios)
+            console.print(
+                f"{name}: steps take {mean:+.1f}% ± {half:.1f} longer than with {against} (95%, {len(ratios)} pairs)",
+                highlight=False,
+            )
+            results.setdefault("against", {})[name] = {"settings": against, "percent": ratios, "mean": mean}
     if breakdown:
         results["breakdown"] = {name: row["breakdown"] for name, row in by_name.items()}
     results["recovery_steps"] = {name: row.get("recovery_steps") for name, row in by_name.items()}

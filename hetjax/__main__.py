@@ -20,6 +20,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "report": commands.report,
     "launch": commands.launch,
     "key": commands.key,
+    "rendezvous": commands.rendezvous,
     "partition": commands.partition,
 }
 

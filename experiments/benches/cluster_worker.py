@@ -68,7 +68,7 @@ class Parent:
             raise RuntimeError("The parent process has exited.")
 
     def give_turn(self) -> None:
-        """Let PyTorch run, if it takes part, and wait."""
+        """Let others run that take part, and wait."""
         self.send(turn=True)
         if self.connected and not sys.stdin.readline():
             raise RuntimeError("The parent process has exited.")
@@ -175,6 +175,8 @@ def main() -> None:
             parent.request(quotas)
             parent.send(solo=solo_rates(trainer, state, data, quotas, settings["solo_s"]))
 
+        if settings["second"]:
+            parent.give_turn()
         solo()
         quiet = fresh()
         names, steps = list(quiet), settings["steps"] // settings["rounds"]

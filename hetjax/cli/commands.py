@@ -75,6 +75,40 @@ def key(file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE"
     print(f"{file} holds a new key: copy it to all hosts, and start all processes with --key {file}.")
 
 
+def rendezvous(
+    bind: Annotated[str, tyro.conf.arg(metavar="HOST:PORT")],
+    processes: Annotated[int, tyro.conf.arg(metavar="INT")],
+    key: Annotated[Path | None, optional("FILE")] = None,
+    state: Annotated[Path | None, optional("FILE")] = None,
+    min_members: int = 1,
+    silent_limit: float = 10.0,
+) -> None:
+    """Serve the rendezvous of an elastic run on several hosts, until the run is over.
+
+    On every host: hetjax launch --rendezvous HOST:PORT -- PROGRAM
+
+    Later, to join: hetjax launch --join HOST:PORT -- PROGRAM
+
+    Args:
+        bind: address to listen on
+        processes: number of processes, on all hosts together, with which the run starts
+        key: key of the fleet (hetjax key FILE), to authenticate and encrypt (default: none)
+        state: file from which it goes on when it is started again after a crash (default: it asks the members)
+        min_members: the run stops, with a checkpoint, when fewer are left
+        silent_limit: seconds without a message after which a member is lost
+    """
+    from hetjax.fleet.keys import read_key
+    from hetjax.fleet.registry import Patience
+    from hetjax.fleet.service import serve
+
+    if processes < 1 or min_members < 1 or silent_limit < 2:
+        raise ValueError("--processes and --min-members have to be at least 1, and --silent-limit at least 2.")
+    limits = Patience(silent=silent_limit, answer=silent_limit / 2)
+    say = lambda message: print(message, flush=True)
+    secret = None if key is None else read_key(key)
+    raise SystemExit(serve(bind, processes, secret, state, min_members=min_members, limits=limits, log=say))
+
+
 def report(
     folders: Annotated[tuple[Path, ...], tyro.conf.Positional, optional("FOLDER [FOLDER ...]")],
     page: Annotated[Path | None, optional("PATH")] = None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -164,6 +165,30 @@ class Rendezvous:
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, self._state)
+
+
+def serve(bind: str, processes: int, key: bytes | None, state: Path | None, **options: Any) -> int:
+    """Serve until the run is over, or SIGINT or SIGTERM arrives; `options` are those of `Rendezvous`.
+
+    Returns:
+        The exit code: 0 if the run is over, else 128 + the signal.
+    """
+    received: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: received.append(number))
+    rendezvous = Rendezvous(bind, processes, key=key, state=state, **options)
+    try:
+        while not (received or rendezvous.over):
+            if not rendezvous.alive:
+                raise OSError("The rendezvous failed, see above.")
+            time.sleep(_TICK / 1000)
+        if rendezvous.over:
+            time.sleep(1.0)  # those that leave last are told, too
+    finally:
+        rendezvous.close()
+    if rendezvous.over and state is not None:
+        state.unlink(missing_ok=True)  # another run starts from the beginning
+    return 128 + received[0] if received else 0
 
 
 def _header(kind: int) -> bytes:

@@ -98,6 +98,11 @@ class Listener:
         """Let the process continue, which waits in `Heartbeat.begin`."""
         self._numbers[_SEEN] = beat.begun
 
+    def reset(self) -> None:
+        """Forget the process: another one takes its place."""
+        for place in range(_BYTES // 8):
+            self._numbers[place] = 0
+
     def close(self) -> None:
         """Unmap the file."""
         self._numbers.release()

@@ -6,19 +6,26 @@ a restart HETJAX_RESTART holds its number, and --resume is added to the program'
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import os
+import secrets
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from hetjax import environment
 from hetjax.fleet.keys import read_key
+from hetjax.fleet.registration import Agent
+from hetjax.fleet.registry import Patience
 from hetjax.fleet.rendezvous import check_free, free_port
+from hetjax.fleet.service import Rendezvous
 from hetjax.launch import options as flags
+from hetjax.launch.elastic import ElasticSupervisor
 from hetjax.launch.events import Signals, wants_color
 from hetjax.launch.guard import Guard
 from hetjax.launch.heartbeat import Listener
@@ -60,7 +67,8 @@ def launch(options: Options, program: Sequence[str]) -> int:
     share_gpus(devices_P, visible_gpus(os.environ))
     if options.key is not None:
         read_key(options.key)
-    _addresses(options)
+    if not (options.rendezvous or options.join):
+        _addresses(options)
     root = None
     if cores_P is not None or disturbances:
         root = _cgroup_root(cores_P or disturbances[0].cores_P, program)
@@ -75,7 +83,7 @@ def launch(options: Options, program: Sequence[str]) -> int:
         run.folder = Path(tempfile.mkdtemp(prefix="hetjax-launch-"))
         stack.callback(shutil.rmtree, run.folder, ignore_errors=True)
         run.guard.send("+folder", run.folder)
-        return run.attempts()
+        return run.elastic() if flags.goes_on(options) else run.attempts()
 
 
 class _Launch:
@@ -97,6 +105,51 @@ class _Launch:
         self.options, self.command, self.cores_P, self.devices_P = options, command, cores_P, devices_P
         self.disturbances, self.root, self.started_at = disturbances, root, time.time()
 
+    def elastic(self) -> int:
+        """Run once: the processes that are left go on by themselves."""
+        options, secret = self.options, None if self.options.key is None else read_key(self.options.key)
+        with ExitStack() as stack:
+            address = options.rendezvous or options.join
+            if address is None:
+                address, bind = _addresses(options)
+                service = Rendezvous(
+                    bind,
+                    options.processes,
+                    key=secret,
+                    min_members=options.min_members,
+                    limits=Patience(silent=options.silent_limit, answer=options.silent_limit / 2),
+                    log=_log,
+                )
+                stack.callback(service.close)
+            agent = Agent(address, secret)
+            stack.callback(agent.close)
+            slots = range(options.processes)
+            specs_P, throttle = self._specs(stack, slots, 0, lambda slot: self._membership(address, options.join))
+            replacements = itertools.count(1)
+
+            def replace(slot: int) -> ProcessSpec | None:
+                if next(replacements) > options.restart:
+                    return None
+                specs_P[slot].listener.reset()
+                variables = {
+                    **specs_P[slot].environment,
+                    environment.CHILD: secrets.token_hex(8),
+                    environment.JOIN: "1",
+                }
+                return dataclasses.replace(specs_P[slot], environment=variables)
+
+            arguments = (specs_P, options, self.signals, self.guard, throttle, _log, wants_color(sys.stdout.buffer))
+            return ElasticSupervisor(agent, replace, *arguments).run().code
+
+    def _membership(self, rendezvous: str, joins: str | None) -> dict[str, str]:
+        """Variables of one process of an elastic run."""
+        return {
+            environment.RENDEZVOUS: rendezvous,
+            environment.CHILD: secrets.token_hex(8),
+            environment.HOLDERS: str(self.options.holders),
+            environment.TRANSPORT: "host",
+        } | ({environment.JOIN: "1"} if joins else {})
+
     def attempts(self) -> int:
         members, restarts = list(range(self.options.processes)), 0
         while True:
@@ -116,44 +169,54 @@ class _Launch:
             _log(f"restarting with {size} from the last checkpoint (restart {restarts} of at most {allowed})")
 
     def _attempt(self, members: Sequence[int], restarts: int) -> AttemptResult:
-        ranks = range(len(members))
         with ExitStack() as stack:
-            folder = self.folder / f"attempt-{restarts}"
-            folder.mkdir()
-            listeners_P = [Listener(folder, rank) for rank in ranks]
-            for listener in listeners_P:
-                stack.callback(listener.close)
-            quotas_P = [stack.enter_context(CpuQuota(f"process{m}", self.root)) for m in members] if self.root else []
-            for quota in quotas_P:
-                self.guard.send("+cgroup", quota.path)
-            cores_P = [self.cores_P[m] for m in members]
-            throttle = None
-            if quotas_P:
-                throttle = Throttle(
-                    quotas_P,
-                    cores_P,
-                    [Disturbance(d.step, tuple(d.cores_P[m] for m in members)) for d in self.disturbances],
-                    from_start=self.options.quota_from == "start",
-                    log=_log,
-                )
-                throttle.update([listener.read() for listener in listeners_P], [True for _ in ranks])
-            pinned_P: list[list[int] | None] = [None for _ in ranks]
-            if self.options.pin:
-                pinned_P = [*split_cores([cores or 1.0 for cores in cores_P], sorted(os.sched_getaffinity(0)))]
             coordinator, bind = _addresses(self.options, wait=restarts > 0)
-            placed_P = share_gpus([self.devices_P[m] for m in members], visible_gpus(os.environ))
-            specs = [
-                ProcessSpec(
-                    self._command(restarts),
-                    self._environment(rank, members, coordinator, bind, folder, restarts, *placed_P[rank]),
-                    listeners_P[rank],
-                    quotas_P[rank] if quotas_P else None,
-                    pinned_P[rank],
-                )
-                for rank in ranks
-            ]
+            where = {environment.COORDINATOR: coordinator, environment.BIND: bind}
+            if self.options.transport is not None:
+                where[environment.TRANSPORT] = self.options.transport
+            specs, throttle = self._specs(stack, members, restarts, lambda rank: where)
             colored = wants_color(sys.stdout.buffer)
             return Supervisor(specs, self.options, self.signals, self.guard, throttle, _log, colored).run()
+
+    def _specs(
+        self, stack: ExitStack, members: Sequence[int], restarts: int, where: Callable[[int], dict[str, str]]
+    ) -> tuple[list[ProcessSpec], Throttle | None]:
+        """What to start each process with, and what throttles them; `where`: variables by which it finds others."""
+        ranks = range(len(members))
+        folder = self.folder / f"attempt-{restarts}"
+        folder.mkdir()
+        listeners_P = [Listener(folder, rank) for rank in ranks]
+        for listener in listeners_P:
+            stack.callback(listener.close)
+        quotas_P = [stack.enter_context(CpuQuota(f"process{m}", self.root)) for m in members] if self.root else []
+        for quota in quotas_P:
+            self.guard.send("+cgroup", quota.path)
+        cores_P = [self.cores_P[m] for m in members]
+        throttle = None
+        if quotas_P:
+            throttle = Throttle(
+                quotas_P,
+                cores_P,
+                [Disturbance(d.step, tuple(d.cores_P[m] for m in members)) for d in self.disturbances],
+                from_start=self.options.quota_from == "start",
+                log=_log,
+            )
+            throttle.update([listener.read() for listener in listeners_P], [True for _ in ranks])
+        pinned_P: list[list[int] | None] = [None for _ in ranks]
+        if self.options.pin:
+            pinned_P = [*split_cores([cores or 1.0 for cores in cores_P], sorted(os.sched_getaffinity(0)))]
+        placed_P = share_gpus([self.devices_P[m] for m in members], visible_gpus(os.environ))
+        specs = [
+            ProcessSpec(
+                self._command(restarts),
+                {**self._environment(rank, members, folder, restarts, *placed_P[rank]), **where(rank)},
+                listeners_P[rank],
+                quotas_P[rank] if quotas_P else None,
+                pinned_P[rank],
+            )
+            for rank in ranks
+        ]
+        return specs, throttle
 
     def _command(self, restarts: int) -> list[str]:
         flag = self.options.resume_flag
@@ -164,16 +227,12 @@ class _Launch:
         self,
         rank: int,
         members: Sequence[int],
-        coordinator: str,
-        bind: str,
         folder: Path,
         restarts: int,
         devices: str | None,
         gpus: str | None,
     ) -> dict[str, str]:
         variables = {
-            environment.COORDINATOR: coordinator,
-            environment.BIND: bind,
             environment.PROCESSES: str(len(members)),
             environment.PROCESS: str(rank),
             environment.HEARTBEAT: str(folder),
@@ -193,8 +252,6 @@ class _Launch:
             variables[environment.DEVICES] = devices
         if devices == "cpu":  # leaves the memory of GPUs to other processes
             variables["JAX_PLATFORMS"] = "cpu"
-        if self.options.transport is not None:
-            variables[environment.TRANSPORT] = self.options.transport
         if self.options.key is not None:
             variables[environment.KEY] = str(self.options.key.resolve())
         return {**os.environ, **variables}

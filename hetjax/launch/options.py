@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import tyro
 
 from hetjax.devices.choice import parse
+from hetjax.fleet.rendezvous import split_address
 from hetjax.launch.quotas import Disturbance, check_cores
 
 RESTARTS = 3  # for --restart without a number
@@ -51,7 +52,16 @@ class Options:
     restart: int = 0
     """maximum number of restarts of all processes, with --resume, after a failure (3 if given without a number)"""
     elastic: Switch = False
-    """restart without the process that failed, as long as one is left"""
+    """restart without the process that failed, as long as one is left; with --transport host the others go on instead,
+    and --restart N starts up to N processes in place of lost ones"""
+    min_members: int = 1
+    """an elastic run stops, with a checkpoint, when fewer processes are left"""
+    holders: Literal[1, 2] = 2
+    """processes that hold each slice of the optimizer's state; with 1 a loss goes back to the last checkpoint"""
+    rendezvous: Annotated[str | None, optional("HOST:PORT")] = None
+    """start an elastic run at this rendezvous, see hetjax rendezvous (default: one in the launcher)"""
+    join: Annotated[str | None, optional("HOST:PORT")] = None
+    """join the elastic run at this rendezvous"""
     resume_flag: str = "--resume"
     """argument added to the program's arguments in a restart; empty to add none"""
     port: Annotated[int | None, optional("INT")] = None
@@ -64,6 +74,11 @@ class Options:
     """seconds without a completed step, during training, after which a process counts as hung"""
     grace: float = 5.0
     """seconds between SIGTERM and SIGKILL when the remaining processes are stopped"""
+
+
+def goes_on(options: Options) -> bool:
+    """Whether the others go on when a process is lost."""
+    return bool(options.rendezvous or options.join) or (options.elastic and options.transport == "host")
 
 
 def split_program(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -86,6 +101,14 @@ def check(options: Options) -> None:
         raise ValueError(f"--restart is {options.restart}: expected a number of restarts, 0 for none.")
     if options.port is not None and not 0 < options.port < 65536:
         raise ValueError(f"--port is {options.port}: expected 1 to 65535.")
+    if options.min_members < 1:
+        raise ValueError(f"--min-members is {options.min_members}: expected at least 1.")
+    if options.rendezvous and options.join:
+        raise ValueError("--rendezvous starts a run and --join enters one: give only one of them.")
+    for address in filter(None, (options.rendezvous, options.join)):
+        split_address(address)
+    if (options.rendezvous or options.join) and options.transport not in (None, "host"):
+        raise ValueError(f"--transport {options.transport} cannot be used in an elastic run: its transport is host.")
     for name in ("silent_limit", "step_limit", "grace"):
         if not getattr(options, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(options, name)}: expected seconds above 0.")

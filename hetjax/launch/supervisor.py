@@ -48,7 +48,9 @@ class AttemptResult:
 
 
 @dataclass
-class _Process:
+class ChildProcess:
+    """A process of the attempt."""
+
     number: int
     popen: subprocess.Popen[bytes]
     spec: ProcessSpec
@@ -83,8 +85,8 @@ class Supervisor:
         self._code, self._lost = 0, set[int]()
         self._signal_count, self._killed, self._output_closed = 0, False, False
         self._stopping_since: float | None = None
-        self._failed, self._failed_since = list[_Process](), 0.0
-        self._processes: list[_Process] = []
+        self._failed, self._failed_since = list[ChildProcess](), 0.0
+        self._processes: list[ChildProcess] = []
         try:
             for number, spec in enumerate(specs):
                 self._processes.append(self._start(number, spec))
@@ -109,12 +111,12 @@ class Supervisor:
         """Kill the processes that still run."""
         for process in self._processes:
             if process.code is None:
-                _kill(process)
+                kill(process)
                 process.code = process.popen.wait()
                 self._clean_up(process)
         self._selector.close()
 
-    def _start(self, number: int, spec: ProcessSpec) -> _Process:
+    def _start(self, number: int, spec: ProcessSpec) -> ChildProcess:
         group = "-" if spec.quota is None else str(spec.quota.path / "cgroup.procs")
         cores = "-" if spec.cores is None else ",".join(map(str, spec.cores))
         popen = subprocess.Popen(
@@ -133,13 +135,13 @@ class Supervisor:
             popen.stderr: PrefixedOutput(number, sys.stderr.buffer, self._colored),
         }
         detector = HangDetector(self._options.silent_limit, self._options.step_limit)
-        process = _Process(number, popen, spec, detector, streams)
+        process = ChildProcess(number, popen, spec, detector, streams)
         for stream in streams:
             os.set_blocking(stream.fileno(), False)
             self._selector.register(stream, selectors.EVENT_READ, process)
         return process
 
-    def _running(self) -> list[_Process]:
+    def _running(self) -> list[ChildProcess]:
         return [process for process in self._processes if process.code is None]
 
     def _read(self, timeout: float) -> None:
@@ -147,7 +149,7 @@ class Supervisor:
             if key.data is not None:
                 self._read_from(key.data, key.fileobj)  # type: ignore[arg-type]
 
-    def _read_from(self, process: _Process, stream: IO[bytes]) -> bool:
+    def _read_from(self, process: ChildProcess, stream: IO[bytes]) -> bool:
         """Forward what the stream has; returns whether there was something, end of file included."""
         data = stream.read(1 << 16)
         if data is None:
@@ -181,13 +183,21 @@ class Supervisor:
                 return
             self._log(f"forwarding {number.name} to all processes")
             for process in self._running():
-                process.popen.send_signal(number)
+                process.popen.send_signal(self._as_forwarded(number))
+
+    def _as_forwarded(self, number: signal.Signals) -> signal.Signals:
+        """The signal that processes get when the launcher gets this one."""
+        return number
 
     def _reap(self) -> None:
         ended = [process for process in self._running() if process.popen.poll() is not None]
         for process in ended:
             process.code = process.popen.returncode
             self._clean_up(process)
+        self._note_ends(ended)
+
+    def _note_ends(self, ended: Sequence[ChildProcess]) -> None:
+        """Act on processes that have ended: a failure ends the others."""
         failed = [process for process in ended if process.code and not process.stopped_by_us]
         if failed and not self._failed:
             self._failed_since = time.monotonic()
@@ -196,7 +206,7 @@ class Supervisor:
         if self._failed and not self._code:
             self._blame(min(self._failed, key=_cause_order))
 
-    def _blame(self, process: _Process) -> None:
+    def _blame(self, process: ChildProcess) -> None:
         """Take a process as the cause of the failure.
 
         The peers of a killed process may fail, and end, before its own death is visible. So an exit code is not blamed
@@ -206,16 +216,16 @@ class Supervisor:
         certain = process.code < 0 and process.code != -signal.SIGABRT
         if not certain and self._running() and time.monotonic() - self._failed_since < _BLAME_DELAY:
             return
-        code = _exit_code(process.code)
+        code = exit_code(process.code)
         if self._signal_count and (process.code > 0 or -process.code in PASSED_ON):
             self._code = code
         else:
             self._lost.add(process.number)
-            self._fail(code, f"{process.name} {_how_it_ended(process.code)}")
+            self._fail(code, f"{process.name} {how_it_ended(process.code)}")
 
-    def _clean_up(self, process: _Process) -> None:
+    def _clean_up(self, process: ChildProcess) -> None:
         """Forward the rest of an ended process's output, and kill the processes that it left behind."""
-        _kill(process)
+        kill(process)
         self._guard.send("-group", process.popen.pid)
         if process.spec.quota is not None:
             kill_group(process.spec.quota.path)
@@ -247,9 +257,13 @@ class Supervisor:
             if hang is not None:
                 process.stopped_by_us = True
                 self._lost.add(process.number)
-                _kill(process)
-                self._fail(HUNG, f"{process.name} {hang}")
+                kill(process)
+                self._note_hang(process, hang)
                 return
+
+    def _note_hang(self, process: ChildProcess, hang: str) -> None:
+        """Act on a process that hung and was killed."""
+        self._fail(HUNG, f"{process.name} {hang}")
 
     def _fail(self, code: int, reason: str) -> None:
         """The run has failed: terminate the other processes, which are killed after the grace period."""
@@ -269,27 +283,29 @@ class Supervisor:
         self._killed = True
         for process in self._running():
             process.stopped_by_us = True
-            _kill(process)
+            kill(process)
 
 
-def _kill(process: _Process) -> None:
+def kill(process: ChildProcess) -> None:
     """Kill a process's group: the process, if it still runs, and its descendants."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.popen.pid, signal.SIGKILL)
 
 
-def _cause_order(process: _Process) -> int:
+def _cause_order(process: ChildProcess) -> int:
     """Killed and crashed processes first, then exit codes, then aborts: JAX aborts when it loses a peer."""
     code = process.code or 0
     return 0 if code < 0 and code != -signal.SIGABRT else 1 if code > 0 else 2
 
 
-def _exit_code(code: int) -> int:
-    return code if code > 0 else 128 - code
+def exit_code(code: int) -> int:
+    """The exit code for the exit code of a process, as a shell has it."""
+    return code if code >= 0 else 128 - code
 
 
-def _how_it_ended(code: int) -> str:
-    if code > 0:
+def how_it_ended(code: int) -> str:
+    """A process's exit code in words that follow its name."""
+    if code >= 0:
         return f"ended with exit code {code}"
     try:
         return f"was killed by {signal.Signals(-code).name}"

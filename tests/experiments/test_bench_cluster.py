@@ -20,6 +20,7 @@ from bench_cluster import (
     leads,
     main,
     noise_ceiling,
+    pairs,
     recovery,
     table_of,
     unrest,
@@ -65,6 +66,18 @@ def test_rounds_are_joined_without_the_first_step_of_the_further_ones():
     assert whole["times"] == [*one["times"], [2.0, 1.0]]
     assert whole["changed"] == [*one["changed"], *short["changed"]]
     assert whole["recompiles"] == 2
+
+
+def test_pairs_compare_both_runs_in_units_of_the_ideals_around_them():
+    """In the second round the machine is twice as slow while the second run has its turn."""
+    quiet = lambda seconds: {"controller": "balanced", "quiet": run_of([[1.0, 1.0]], [seconds])}
+    solo = lambda rate: {"solo": [rate, rate]}
+    second = [solo(10.0), quiet(4.0), solo(10.0), {**quiet(2.0), "quiet": {"step_times": [9.0, 8.0]}}, solo(0.0)]
+    first = {"balanced": [0.25, 0.75]}
+    found = pairs(second, first, batch=40)
+    assert found == {
+        "balanced": [pytest.approx(100 * (40 / 4 / 20 / 0.25 - 1)), pytest.approx(100 * (5 / 10 / 0.75 - 1))]
+    }
 
 
 def test_the_noise_ceiling_is_that_of_shares_that_equalize_mean_times():
@@ -180,6 +193,9 @@ def test_names_and_periods_of_controllers():
         ({"swap_every": 9}, "--swap-every is 9: give 10 steps or more"),
         ({"quotas": "0.8,x"}, "--quotas is '0.8,x'"),
         ({"quotas": "0.8"}, "two processes or more"),
+        ({"against": "hidden=5"}, "--against is 'hidden=5': give transport=, update= or wire="),
+        ({"against": "transport=mesh,transport=host"}, "once each"),
+        ({"against": "update="}, "--against is 'update='"),
         ({"quotas": "0.8,0"}, "A quota is a number of cores"),
     ],
 )
