@@ -416,6 +416,9 @@ class Step:
             rows: what each member says of itself.
             source: the member whose prices and controller count.
             kept_W: which of that member's former workers each worker is; None: it has joined.
+
+        Raises:
+            ValueError: if these workers cannot take a whole batch.
         """
         self.workers, self._shares_W = workers, np.ones(len(workers))
         self.sessions.follow(workers, [row["engines"] for row in rows], source)

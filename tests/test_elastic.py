@@ -132,6 +132,7 @@ def killing(link, kills):
     link.send = one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [0, 2, 4, 6])
 def test_deaths_at_any_message_of_a_step(undisturbed, first):
     """Before, during and after the exchange of sums, the update, and the exchange of parameters."""
@@ -148,6 +149,7 @@ def test_deaths_at_any_message_of_a_step(undisturbed, first):
         check(result, undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved", [True, False])
 def test_without_second_holders_all_go_back_to_the_checkpoint(undisturbed, tmp_path, saved):
     """The steps after it are done again in the same processes, and give no second record."""
@@ -172,6 +174,7 @@ def test_without_second_holders_all_go_back_to_the_checkpoint(undisturbed, tmp_p
         check(result, undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kill", [(1, 1), (4, 2), (8, 3)])
 def test_deaths_in_evaluations_and_while_saving(undisturbed, tmp_path, kill):
     """Every evaluation and checkpoint is complete, and the same in all."""

@@ -13,9 +13,9 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 
@@ -24,6 +24,7 @@ from hetjax.fleet.channel import Buffer, Channel, Mail
 from hetjax.fleet.generations import Generation, Superseded
 from hetjax.fleet.protocol import BYE, unpacked
 from hetjax.fleet.pulse import Pulse
+from hetjax.fleet.registration import Registration
 from hetjax.fleet.rendezvous import own_address_towards, split_address, url
 from hetjax.fleet.sockets import Sockets, local_address
 
@@ -36,30 +37,6 @@ _MOST_EARLY = 2**16  # messages kept of members that have entered the next gener
 
 class GenerationChanged(ConnectionError):
     """A newer generation was proposed: what was going on has to be done again in it."""
-
-
-class Registration(Protocol):
-    """What a member needs of the rendezvous; see `hetjax.fleet.registration`."""
-
-    number: int
-    newest: Generation | None
-    silent_limit: float
-
-    def wait_newer(self, than: int, limit: float) -> Generation: ...
-
-    def confirm(self, generation: int, step: int) -> None: ...
-
-    def wait_confirmed(self, generation: int, limit: float) -> dict[int, int]: ...
-
-    def suspect(self, members: Sequence[int], reason: str) -> None: ...
-
-    def ready(self) -> None: ...
-
-    def leave(self) -> None: ...
-
-    def describe(self, alike: Mapping[str, Any]) -> None: ...
-
-    def close(self, finished: bool = True) -> None: ...
 
 
 class ElasticCarrier(Carrier):
