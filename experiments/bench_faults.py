@@ -1,4 +1,4 @@
-"""Faults on purpose: members of an elastic fleet are killed, stopped and added, and the run has to go on unharmed.
+"""Faults on purpose: members of a fleet die, hang, leave and join.
 
     python experiments/bench_faults.py [--events 40] [--seed 0] [--json FILE] [--silent-limit 5] [--no-restart]
 
@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benches.flags import JsonFile, Switch, from_flags
+from benches.flags import JsonFile, Switch, Text, from_flags
 
 from hetjax import environment
 from hetjax.fleet.registration import Agent
@@ -73,7 +73,7 @@ class Options:
     """seconds after which a silent member is lost"""
     restart: bool = True
     """also measure a restart of the whole run from a checkpoint, for comparison"""
-    kinds: str | None = None
+    kinds: Text = None
     """only these events, separated by commas (default: all)"""
     verbose: Switch = False
     """print every event"""
