@@ -39,6 +39,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,11 @@ class Member:
                     found = json.loads(line)
                     self.steps[found["step"]] = found
 
+    def send(self, number: int) -> None:
+        """Send the process a signal, if it is still there."""
+        with suppress(ProcessLookupError):
+            os.kill(self.process.pid, number)
+
     @property
     def newest(self) -> int:
         return max(self.steps, default=0)
@@ -156,6 +162,7 @@ class Fleet:
             environment.CHILD: name,
             environment.TRANSPORT: "host",
             environment.HOLDERS: "2",
+            environment.PROGRAMS: str(self.folder / "programs"),
         }
         if joins:
             variables[environment.JOIN] = "1"
@@ -178,7 +185,7 @@ class Fleet:
                     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
                     self.agent.ended(member.name, how, member.joins, code == 0)
             elif member.name in self.agent.kill and not member.spared and member.process.exitcode is None:
-                os.kill(member.process.pid, signal.SIGKILL)
+                member.send(signal.SIGKILL)
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
         """Wait until something holds, doing what a launcher does."""
@@ -192,7 +199,7 @@ class Fleet:
             failed = [m for m in self.members if (m.process.exitcode or 0) > 0 and not m.spared]
             if failed:
                 raise AssertionError(f"a member failed, see {failed[0].output}: {failed[0].output.read_text()[-2000:]}")
-            if not [m for m in self.members if m.process.exitcode is None]:
+            if not (self.folder / "end").exists() and all(m.process.exitcode is not None for m in self.members):
                 raise AssertionError(f"no member is left, while waiting for {what}; see {self.folder}")
             time.sleep(0.003)
 
@@ -241,14 +248,14 @@ def event_of(kind: str, fleet: Fleet, chance: random.Random) -> dict[str, Any]:
     if kind in ("kill", "crash", "two"):
         for victim in victims:
             victim.silent = kind == "crash"
-            os.kill(victim.process.pid, signal.SIGKILL)
+            victim.send(signal.SIGKILL)
             victim.stopped = True
     elif kind == "leave":
         victims[0].leaving = True
-        os.kill(victims[0].process.pid, signal.SIGTERM)
+        victims[0].send(signal.SIGTERM)
     elif kind in ("hang", "wake"):
         victims[0].spared, victims[0].stopped = kind == "wake", True
-        os.kill(victims[0].process.pid, signal.SIGSTOP)
+        victims[0].send(signal.SIGSTOP)
     elif kind == "rendezvous":
         fleet.rendezvous.kill()
         fleet.rendezvous.join()
@@ -263,7 +270,7 @@ def event_of(kind: str, fleet: Fleet, chance: random.Random) -> dict[str, Any]:
     if kind != "join":
         ended = min(row["at"] for m in others for step, row in m.steps.items() if step >= before + 3)
     if kind == "wake":
-        os.kill(victims[0].process.pid, signal.SIGCONT)
+        victims[0].send(signal.SIGCONT)
     if kind in ("hang", "wake", "leave"):
         fleet.wait(lambda: victims[0].process.exitcode is not None, f"the end of the victim of {kind}")
     times = [sorted(row["at"] for row in m.steps.values() if row["at"] > began - 1) for m in others]
