@@ -195,6 +195,10 @@ class Fleet:
             if condition():
                 return
             if time.monotonic() > deadline:
+                for member in self.members:
+                    if member.process.exitcode is None:
+                        member.send(signal.SIGUSR2)
+                time.sleep(1.0)
                 raise AssertionError(f"waited {PATIENCE:g} s for {what}; see {self.folder}")
             failed = [m for m in self.members if (m.process.exitcode or 0) > 0 and not m.spared]
             if failed:

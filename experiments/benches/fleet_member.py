@@ -7,6 +7,7 @@ as it is in all bits, and which samples the sum contained, by a metric that coun
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import signal
@@ -90,6 +91,7 @@ def member(variables: dict[str, str], log: Path, output: Path, **options: Any) -
     with open(output, "ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    faulthandler.register(signal.SIGUSR2)  # where it hangs
     code = 1
     try:
         if variables:

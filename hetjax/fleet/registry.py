@@ -415,7 +415,7 @@ class Registry:
     ) -> None:
         """Propose another generation, or stop where too few are left."""
         if all(self._certain(number) for number in (self.in_force or current).numbers):
-            if any(known.finished for known in self._known.values()):
+            if (wanted or joiners) and any(known.finished for known in self._known.values()):
                 self.stopped = "The run has ended."
                 self._tell_all()
             elif wanted or joiners or any(known.gone == "left" for known in self._known.values()):
