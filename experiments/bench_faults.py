@@ -45,13 +45,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benches.flags import JsonFile, Switch, Text, from_flags
+from benches.flags import File, JsonFile, Switch, Text, from_flags
+from matplotlib.figure import Figure
 
 from hetjax import environment
 from hetjax.fleet.registration import Agent
 from hetjax.fleet.registry import Patience
 from hetjax.fleet.rendezvous import check_free, free_port
 from hetjax.fleet.service import serve
+from hetjax.report.drawing import BLUE, DARK, style, worker_color
 
 SMALLEST, LARGEST = 3, 6
 PAUSE = 0.02  # seconds added to every step
@@ -78,6 +80,8 @@ class Options:
     """only these events, separated by commas (default: all)"""
     verbose: Switch = False
     """print every event"""
+    picture: File = None
+    """file for a picture: the loss and the members over time"""
     json: JsonFile = None
     """file for the results"""
 
@@ -279,7 +283,13 @@ def event_of(kind: str, fleet: Fleet, chance: random.Random) -> dict[str, Any]:
         fleet.wait(lambda: victims[0].process.exitcode is not None, f"the end of the victim of {kind}")
     times = [sorted(row["at"] for row in m.steps.values() if row["at"] > began - 1) for m in others]
     gaps = [gap for each in times for gap in np.diff(each)]
-    return {"kind": kind, "step": before, "seconds": ended - began, "standstill": float(max(gaps, default=0.0))}
+    return {
+        "kind": kind,
+        "step": before,
+        "at": began,
+        "seconds": ended - began,
+        "standstill": float(max(gaps, default=0.0)),
+    }
 
 
 def run(options: Options, folder: Path) -> dict[str, Any]:
@@ -313,7 +323,10 @@ def run(options: Options, folder: Path) -> dict[str, Any]:
         fleet.close()
     check_free(fleet.address)
     assert not (left := _shared() - shared), f"shared memory is left: {left}"
-    return {"events": events, **compare(fleet, folder)}
+    result = {"events": events, **compare(fleet, folder)}
+    if options.picture is not None:
+        draw(fleet, events, options.picture)
+    return result
 
 
 def compare(fleet: Fleet, folder: Path) -> dict[str, Any]:
@@ -338,6 +351,30 @@ def compare(fleet: Fleet, folder: Path) -> dict[str, Any]:
         deviation, early = max(deviation, off), max(early, off if found["step"] <= CURVE else 0.0)
     assert early <= 1e-5, f"the loss of the first {CURVE} steps is off by {early:.1e}"
     return {"steps": steps, "deviation_50": early, "deviation": deviation}
+
+
+def draw(fleet: Fleet, events: list[dict[str, Any]], path: Path) -> None:
+    """The loss over time, and below it when each member took part."""
+    with style():
+        figure = Figure(figsize=(7.2, 4.4), layout="constrained")
+        curve, below = figure.subplots(2, 1, height_ratios=[3, 2], sharex=True)
+        first: dict[int, tuple[float, float]] = {}
+        for row in (row for member in fleet.members for row in member.steps.values()):
+            first[row["step"]] = min(first.get(row["step"], (np.inf, 0.0)), (row["at"], row["loss"]))
+        start = min(at for at, _ in first.values())
+        times, losses = np.array(sorted(first.values())).T
+        curve.semilogy(times - start, losses, color=BLUE, linewidth=1.4)
+        curve.set(ylabel="loss", title=f"{len(events)} events in {times[-1] - start:.0f} s, and the loss goes on")
+        for number, member in enumerate(m for m in fleet.members if m.steps):
+            at = [row["at"] - start for row in member.steps.values()]
+            below.plot([min(at), max(at)], [number, number], color=worker_color(number), linewidth=2)
+        for event in events:
+            if event["kind"] != "join":
+                for axes in (curve, below):
+                    axes.axvline(event["at"] - start, color=DARK, alpha=0.25, linewidth=0.8)
+        below.set(xlabel="seconds; lines: a member or the rendezvous was killed, stopped or asked to leave",
+                  ylabel="members", yticks=[])  # fmt: skip
+        figure.savefig(path, dpi=110)
 
 
 def restart(folder: Path, limit: float) -> float:
