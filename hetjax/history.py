@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -260,6 +260,9 @@ class History:
             samples, seconds = last.samples - before.samples, last.seconds - before.seconds
         return samples / seconds if seconds > 0 else float("nan")
 
+    def __str__(self) -> str:
+        return headline(self.summary())
+
     def summary(self) -> dict[str, Any]:
         """Return the totals of the run as plain JSON values."""
         wall = self.records[-1].seconds if self.records else 0.0
@@ -284,6 +287,21 @@ class History:
         }
 
 
+def headline(summary: Mapping[str, Any]) -> str:
+    """The most important values of a summary, in words."""
+    formats = {
+        "steps": "{:,} steps",
+        "wall_s": "{:.1f} s",
+        "samples_per_s": "{:,.0f} samples/s",
+        "efficiency": "{:.0%} of the ideal",
+        "final_loss": "loss {:.4g}",
+        "test_accuracy": "test accuracy {:.4f}",
+    }
+    return ", ".join(
+        form.format(summary[name]) for name, form in formats.items() if isinstance(summary.get(name), int | float)
+    )
+
+
 Hook = Callable[[Record, Any], None]  # may also have begin(history) and end(history), called around the steps
 
 
@@ -294,11 +312,22 @@ class RunLog:
         self._began = self._last = time.perf_counter()
         self._samples = 0
 
-    def record(self, step: PlannedStep, report: StepReport, ideal: float | None) -> Record:
-        """Return the record of the step that has just finished."""
+    def record(self, step: PlannedStep, report: StepReport, ideal: float | None, idle: bool = False) -> Record:
+        """Return the record of the step that has just finished.
+
+        Args:
+            step: the step as planned.
+            report: its results.
+            ideal: see `Record`.
+            idle: whether this process had no samples. It may then receive several reports at once, so the duration is
+                that of the step before, by the clock of a process that had some.
+        """
         now = time.perf_counter()
+        seconds = now - self._last
+        if idle and np.isfinite(before := report.before_W[np.argmax(step.plan.counts_W > 0)]):
+            seconds = float(before)
         self._samples += step.span.batch
-        record = Record.of(step, report, now - self._last, now - self._began, self._samples, ideal)
+        record = Record.of(step, report, seconds, now - self._began, self._samples, ideal)
         self._last = now
         return record
 
