@@ -15,7 +15,7 @@ from hetjax import presets, processes, profiling
 from hetjax.adapters import nnx_optimizer
 from hetjax.adapters.probe import sample_size
 from hetjax.arguments import MOST_SAMPLES, MOST_SEED, check_function, number, whole
-from hetjax.data.batches import HostBatch, as_batch, sample_of, until_shortest
+from hetjax.data.batches import HostBatch, NumberedBatch, as_batch, sample_of, until_shortest
 from hetjax.data.prefetch import Rows
 from hetjax.devices import memory
 from hetjax.devices.workers import Workers
@@ -246,6 +246,14 @@ class Step:
         presets.check_not_by_node(self.sync)
         host_batch = as_batch(batch, self.batch_size)
         live = self._live(state, host_batch)
+        if live.step != state.step:  # this process has joined others
+            if not isinstance(host_batch, NumberedBatch):
+                raise ValueError(
+                    f"This process has joined a run that is at step {live.step}, but a plain iterator starts at its "
+                    "first batch. Loop over step.batches(batch_of), where batch_of(step) returns the batch of a step, "
+                    "or train on a source with hetjax.Trainer."
+                )
+            host_batch = host_batch.at(live.step)
         span = self._span(live, host_batch)
         return self.run(live, host_batch, span, self.plan(len(host_batch), span.epoch, span.bucket))
 
@@ -254,19 +262,27 @@ class Step:
         finished = self._pipeline.flush() if self._pipeline is not None else None
         return None if finished is None else self._record(finished)
 
-    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+    def batches(self, loader: Iterable[Any] | Callable[[int], Any]) -> Iterator[Any]:
         """Iterate over a loader, ending after the same step in all processes.
 
         With several processes, loop over this instead of the loader: otherwise the process whose loader ends first
-        leaves the others waiting. It reads two batches ahead.
+        leaves the others waiting. It reads two batches ahead. In an elastic fleet all give the same batches; a process
+        can join only if the loader is a function.
 
         Args:
-            loader: batches of this process.
+            loader: batches of this process; or a function that returns the batch of a step, counted from 0, and None
+                after the last one.
 
         Yields:
             The batches, up to the end of the shortest loader of all processes.
         """
-        if not self.workers.several_processes:
+        if callable(loader):
+            while True:
+                number = 0 if self._pipeline is None else self._pipeline.next
+                if loader(number) is None:
+                    return
+                yield NumberedBatch(loader, number, self.batch_size)
+        if self.recovery is not None or not self.workers.several_processes:
             yield from loader
             return
         first = 0 if self._pipeline is None else self._pipeline.next - self._first
