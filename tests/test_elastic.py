@@ -1,7 +1,5 @@
 """Members of an elastic fleet come and go; the run stays the same."""
 
-import threading
-
 import jax
 import numpy as np
 import optax
@@ -83,28 +81,14 @@ def test_a_lost_member(undisturbed, update, victim):
 
 def test_a_member_leaves_and_one_joins(undisturbed):
     """The leaver finishes its step; the joiner trains from the step at which it came, and its samples are right."""
-    entered = threading.Event()
 
     def hook(link, record, each):
         if link.number == 0 and record.step == 2:
-            fleet.start(joins=True)
-            entered.wait(60)
-        if link.number == 3:
-            entered.set()
+            fleet.join(link)
         if link.number == 1 and record.step == 7:
             each.leave()
 
-    def work(link):
-        device = jax.devices()[link.number]
-        with trainer([device]) as each:
-            if link.number == 3:  # it is in as soon as all others have confirmed it
-                ready, register = link.registration.ready, link.registration
-                register.ready = lambda: (ready(), entered.set())
-            state, history = each.fit(each.init(params()), DATA, steps=STEPS, hooks=[
-                lambda record, state: hook(link, record, each)])  # fmt: skip
-            return jax.tree.map(np.asarray, state), history, each.step.recovery.events
-
-    with Fleet(work, 3) as fleet:
+    with Fleet(lambda link: member(link, hook), 3) as fleet:
         results = fleet.end()
     assert sorted(results) == [0, 2, 3]
     for number in (0, 2):
@@ -276,24 +260,18 @@ def test_one_joins_an_own_loop():
         with step:
             state, records = step.init(params()), []
             if link.number == 3:
-                link.registration.ready, ready = lambda: (ready(), entered.set()), link.registration.ready
                 with pytest.raises(ValueError, match="batch_of"):
                     step(state, batch_of(0))
-                return None
+                raise Killed
             for batch in step.batches(batch_of):
                 state, record = step(state, batch)
                 records += [] if record is None else [record]
                 if link.number == 0 and record is not None and record.step in (2, 5):
-                    entered.clear()
-                    fleet.start(joins=True)
-                    entered.wait(60)
-                elif link.number == 2:
-                    entered.set()
+                    fleet.join(link)
             records.append(step.flush())
             seen[link.number] = {record.step: record.loss for record in records}
             return np.asarray(state.params["w"])
 
-    entered = threading.Event()
     with Fleet(work, 2) as fleet:
         results = fleet.end()
     assert set(seen) == {0, 1, 2}
