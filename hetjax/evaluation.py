@@ -23,6 +23,7 @@ from hetjax.fleet.agree import digest, same
 from hetjax.pipeline import Pipeline, packed_rows
 from hetjax.planning.allocation import solve
 from hetjax.planning.controllers.base import Plan
+from hetjax.planning.rounding import largest_remainder
 from hetjax.reduce.base import Replicas
 from hetjax.reduce.layout import Means, Value
 from hetjax.sampling.order import Span
@@ -142,5 +143,7 @@ def _from_all(own: list[np.ndarray], counts_SxW: np.ndarray, workers: Workers) -
 
 def _split(session: Session, batch: int, shares_W: np.ndarray) -> Plan:
     limits = session.engine.limits()
+    if session.engine.workers.elastic:  # members that have come later may price their microbatches otherwise
+        return Plan(largest_remainder(shares_W, limits, batch))
     free = replace(limits, minimum_W=np.zeros_like(limits.minimum_W))
     return Plan(solve(np.zeros(limits.workers), 1 / shares_W, free, batch).counts_W)

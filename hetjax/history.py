@@ -169,6 +169,8 @@ class Totals:
     def add(self, record: Record) -> None:
         """Add a step."""
         timed_W = ~np.isnan(record.times_W)
+        if np.shape(self.timed_seconds_W) not in ((), timed_W.shape):  # the workers are others now
+            self.timed_samples_W = self.timed_seconds_W = 0.0
         self.steps += 1
         self.samples += int(record.counts_W.sum())
         self.seconds += record.step_time
@@ -236,8 +238,9 @@ class History:
 
     @property
     def counts(self) -> np.ndarray:
-        """Counts of the records, [steps, workers]."""
-        return np.array([record.counts_W for record in self.records])
+        """Counts of the records, [steps, workers]; 0 beyond the workers of a step, where members have come or gone."""
+        most = max((len(record.counts_W) for record in self.records), default=0)
+        return np.array([np.pad(record.counts_W, (0, most - len(record.counts_W))) for record in self.records])
 
     def own_rates(self) -> float | None:
         """Return the ideal with real speeds: sum over workers of samples / local seconds; None if nothing was timed."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from itertools import islice, zip_longest
 from typing import Any
 
+from hetjax import presets
 from hetjax.adapters.probe import sample_size
 from hetjax.data.batches import FeedBatch, as_batch, is_stream, sample_of
 from hetjax.data.bucketed import Bucketed
@@ -15,6 +16,7 @@ from hetjax.data.memory import as_source
 from hetjax.data.prefetch import Feed
 from hetjax.data.source import Source, check_finite
 from hetjax.history import History, Hook, Record, Recorder
+from hetjax.recovery import StateLost
 from hetjax.sampling.order import Sampler
 from hetjax.state import LiveState, State
 from hetjax.step import Step
@@ -50,14 +52,21 @@ def over_source(
         hooks: called with every record and the state after its step.
         epoch_size: samples in an epoch; None without epochs.
     """
-    first = state.step
-    batches = getattr(sampler, "batch_K", None)
-    live = step.open(state, samples[0], further=samples[1:], batches=batches, epoch_size=epoch_size, end=until)
+    first, size = state.step, sampler.size
     last = first + (steps or sampler.steps_between(state.cursor, end))
+    batches = getattr(sampler, "batch_K", None)
+    terms = {"first": first, "last": last, "end": end, "number_of_samples": size}
+    live = step.open(
+        state, samples[0], further=samples[1:], batches=batches, epoch_size=epoch_size, end=until, terms=terms
+    )
+    if step.recovery is not None:  # one that joins goes on where the others are, and ends with them
+        agreed = step.recovery.terms
+        presets.check_terms(terms, agreed)
+        first, last, end = agreed["first"], agreed["last"], agreed["end"]
     feed = Feed(source, sampler)
 
     def advance(live: LiveState) -> tuple[LiveState, Record | None] | None:
-        if live.cursor >= end or live.step - first == steps:
+        if live.cursor >= end or (steps is not None and live.step >= last):
             return None
         span, plan = sampler.next(live.cursor, step.plan)
         cursor = live.cursor + span.advance
@@ -65,7 +74,7 @@ def over_source(
         return step.run(live, FeedBatch(feed, span, following), span, plan)
 
     try:
-        return _run(step, live, advance, last, hooks, lambda: feed.waited)
+        return _run(step, state, live, advance, last, hooks, lambda: feed.waited)
     finally:
         feed.close()
 
@@ -92,14 +101,14 @@ def over_stream(
         given, batch = batch, None
         return step(live, given)
 
-    return _run(step, live, advance, live.step + (steps or 0), hooks, lambda: waited)
+    return _run(step, state, live, advance, live.step + (steps or 0), hooks, lambda: waited)
 
 
 def _run(
-    step: Step, live: LiveState, advance: Advance, last: int, hooks: Sequence[Hook], waited: Callable[[], float]
-) -> tuple[State, History]:
-    """Run until no step is left or a stop was requested, and keep the history."""
-    made, record = None, None
+    step: Step, start: State, live: LiveState, advance: Advance, last: int, hooks: Sequence[Hook],
+    waited: Callable[[], float],
+) -> tuple[State, History]:  # fmt: skip
+    """Run until no step is left or a stop was requested, and keep the history; `start`: the state at the start."""
     step.requests.stop = False
     engine = live.pipeline.session.engine.name
     history = History(
@@ -109,17 +118,35 @@ def _run(
         workers=len(step.workers),
         last_step=last,
     )
+    restore = next((hook.restore for hook in hooks if hasattr(hook, "restore")), lambda like: like)
     with Recorder(history, hooks, step.simulation) as recorder:
-        while not (record is not None and record.stop) and (made := advance(live)) is not None:
-            before, (live, record) = live, made
-            if record is not None:
-                recorder.add(record, before.view())
-        if (record := step.flush()) is not None:
-            recorder.add(record, live.view())
+        while True:
+            try:
+                state = _to_the_end(step, live, advance, recorder)
+                break
+            except StateLost as lost:
+                assert step.recovery is not None
+                live = step.recovery.go_back(lost, lambda: restore(start))
         recorder.finish(history.own_rates(), waited())
         if step.bench is not None and step.bench.events:
             history.more["benched"] = list(step.bench.events)
-    return live.whole(), history
+        if step.recovery is not None:
+            history.more["members"] = list(step.recovery.events)
+    return state, history
+
+
+def _to_the_end(step: Step, live: LiveState, advance: Advance, recorder: Recorder) -> State:
+    """Run until no step is left or a stop was requested; returns the state."""
+    made, record = None, None
+    while not (record is not None and record.stop) and (made := advance(live)) is not None:
+        if step.requests.leave and step.recovery is not None:
+            step.recovery.leave()
+        before, (live, record) = live, made
+        if record is not None:
+            recorder.add(record, before.view())
+    if (record := step.flush()) is not None:
+        recorder.add(record, live.view())
+    return live.whole()
 
 
 @contextmanager

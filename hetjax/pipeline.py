@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ from hetjax.reduce.base import Reduce, own_slots
 from hetjax.reduce.layout import MANY, StepReport
 from hetjax.sampling.order import PlannedStep, Span
 from hetjax.simulation.speeds import Simulation
-from hetjax.state import State
+from hetjax.state import Deferred, State
 
 Finished = tuple[PlannedStep, StepReport]
 
@@ -42,6 +42,7 @@ class Requests:
 
     stop: bool = False
     save: bool = False
+    leave: bool = False  # this process alone leaves an elastic fleet
     left: int = MANY  # batches this process has left: 0, 1, or MANY for more
 
     def take_save(self) -> bool:
@@ -93,17 +94,27 @@ class Pipeline:
         # Caches and allocators of real devices warm up in the first step.
         self._cold = set(range(len(sessions))) if simulation is None else set()
         self._running: _Running | None = None
-        self._summed: tuple[PlannedStep, Any] | None = None
-        self._ended: float | None = None  # when the sum of the last step was dispatched
+        self._summed: tuple[PlannedStep, Any] | None = None  # with its tail, or its report
+        self.recovery: Any = None  # where members may be lost (`hetjax.recovery`)
+        self.last: tuple[PlannedStep, Any] | None = None  # there: the last step made, and its tail
+        self._handed_out = -1  # the last step whose report was returned
+        self.ended: float | None = None  # when the sum of the last step was dispatched
         self._seconds: float | None = None  # between the last two of these; None: not timed
 
     def submit(self, batch: HostBatch, span: Span, plan: Plan) -> Finished | None:
         """Pack this process's rows of a batch and push their step. A failed push abandons the running step."""
         engine = self.sessions[span.bucket].engine
         with profiling.step(self.next):
-            work_W, packed = engine.limits().work(plan.counts_W), self.pack(batch, span, plan)
+            members = None if self.recovery is None else self.recovery.planned_for
+            packed = self.pack(batch, span, plan)
             try:
-                return self.push(PlannedStep(self.next, span, plan, work_W), packed)
+                if self.recovery is not None:
+                    self.complete()
+                    if self.recovery.planned_for != members or self.recovery.outdated:
+                        plan = self.recovery.step.plan(len(batch), span.epoch, span.bucket)
+                        packed = self.pack(batch, span, plan)
+                    self.recovery.keep(self.next, batch, span)
+                return self.push(PlannedStep(self.next, span, plan, engine.limits().work(plan.counts_W)), packed)
             except BaseException:
                 self.abandon()
                 raise
@@ -116,6 +127,10 @@ class Pipeline:
     def push(self, step: PlannedStep, packed: Any) -> Finished | None:
         """Start a step and return the previous one with its report; None where there is none."""
         self.complete()
+        self._start(step, packed)
+        return self._finished()
+
+    def _start(self, step: PlannedStep, packed: Any) -> None:
         bucket = step.span.bucket
         engine = self.sessions[bucket].engine
         if self.learn is not None:
@@ -128,34 +143,74 @@ class Pipeline:
         if self._prepare is not None and (core := self._prepare(self.core, step)) is not self.core:
             self.core, self.replicas = core, self.reduce.replicas(core, None)
         self._running = _Running(step, engine.start(self.replicas, packed), timed, self.requests.left)
-        return self._finished()
 
     def complete(self) -> None:
         """Wait for the running local phases and dispatch their sum, which donates the buffers of `core`."""
         if self._running is None:
             return
-        running, self._running = self._running, None
+        if self.recovery is None:
+            self.complete_once()
+        else:
+            self.recovery.complete(self.complete_once)
+
+    def complete_once(self) -> None:
+        """See `complete`; ends with `GenerationChanged` if a member of an elastic fleet is lost."""
+        if self._running is None:
+            return
+        running = self._running
+        if self.recovery is None:
+            self._running = None  # whatever happens
         with profiling.phase("wait"):
             results = self.sessions[running.step.span.bucket].clocks.wait(running.futures)
         parts_w, slots_w = [result.parts for result in results], self._slots(running, results)
         with profiling.phase("reduce"):
             self.core, tail = self.reduce(self.core, parts_w, slots_w, running.step)
             self.replicas = self.reduce.replicas(self.core, tail)
+        self._running = None
         self._summed, self.made = (running.step, tail), self.made + 1
-        now, before = time.perf_counter(), self._ended
+        if self.recovery is not None:
+            self.last = running.step, tail.copy()
+        now, before = time.perf_counter(), self.ended
         self._seconds = None if before is None or not running.timed or self._compiling else now - before
-        self._ended = now
+        self.ended = now
 
     def flush(self) -> Finished | None:
         """Complete the running step and return it with its report; None if that was returned before."""
         self.complete()
         return self._finished()
 
-    def abandon(self) -> None:
-        """Wait until nothing runs, and drop the running step: the state is the one before it."""
-        if self._running is not None:
-            running, self._running = self._running, None
-            wait(running.futures, timeout=self.session.clocks.wait_limit)
+    def abandon(self) -> PlannedStep | None:
+        """Wait until nothing runs, and drop the running step, which is returned: the state is the one before it."""
+        if self._running is None:
+            return None
+        running, self._running = self._running, None
+        wait(running.futures, timeout=self.session.clocks.wait_limit)
+        return running.step
+
+    # -- where members may be lost: see `hetjax.recovery` --
+
+    def restart(self, batch: HostBatch, span: Span, plan: Plan) -> None:
+        """Do a step again; its report was read before."""
+        packed = self.pack(batch, span, plan)
+        self.complete_once()
+        limits = self.sessions[span.bucket].engine.limits()
+        self._start(PlannedStep(self.next, span, plan, limits.work(plan.counts_W)), packed)
+        self._finished()
+
+    def read_already(self) -> None:
+        """Read the last report now, without learning from timings of former members."""
+        if self._summed is not None and not isinstance(self._summed[1], StepReport):
+            step, tail = self._summed
+            self._summed = step, StepReport.read(self.reduce.layout, tail, len(step.plan.counts_W))  # type: ignore
+
+    def summed_already(self, step: PlannedStep | None, report: StepReport | None) -> None:
+        """Set the report of a step that other members have made; None: it is done again."""
+        self._summed = None if step is None else (step, report)
+
+    def settled(self, core: Any, made: int) -> None:
+        """Go on from a state that all members have."""
+        self.core, self.made, self.ended, self._seconds = core, made, None, None
+        self.replicas = self.reduce.replicas(core, None)
 
     def state(self, step: int, cursor: int, extent: str = "state") -> State:
         """Return the state after step number `step`, waiting for that step if it still runs.
@@ -166,6 +221,16 @@ class Pipeline:
             extent: 'state' for all of it, 'evaluated' without the optimizer, 'view' for what this process holds. All
                 processes have to call this, except for a view.
         """
+        if self.recovery is None:
+            return self._state(step, cursor, extent)
+        whole = lambda: self.recovery.run(lambda: self._state(step, cursor, "state"))
+        if extent == "view":
+            view = self._state(step, cursor, extent)
+            later = lambda part: Deferred(whole, of_state=True) if isinstance(part, Deferred) else part
+            return replace(view, opt_state=later(view.opt_state), ema=later(view.ema))
+        return self.recovery.run(lambda: self._state(step, cursor, extent))
+
+    def _state(self, step: int, cursor: int, extent: str) -> State:
         if step == self.made + 1:
             self.complete()
         if step != self.made:
@@ -224,18 +289,21 @@ class Pipeline:
             return None
         (step, tail), self._summed = self._summed, None
         with profiling.phase("report"):
-            report = self.reduce.read(tail)
+            report = tail if isinstance(tail, StepReport) else self.reduce.read(tail)
         if (report.checksums_W != step.plan.checksum).any():
             odd = np.flatnonzero(report.checksums_W != step.plan.checksum).tolist()
             raise Disagreement(
                 f"Workers {odd} used another plan than this process in step {step.number}: the processes no longer "
                 "agree. Check that all run the same code, data and configuration, and restart from the last checkpoint."
             )
-        if self.learn is not None:
+        if self.learn is not None and report is not tail:
             times_W = np.where(step.plan.counts_W > 0, report.times_W, np.nan)
             counts_W, epoch = step.plan.counts_W, step.span.epoch
             before = float(report.before_W[np.argmax(counts_W > 0)])  # by one clock for all processes
             self.learn(Observation(counts_W, step.work_W, np.round(times_W, 6), epoch, step.number, before))
+        if self.recovery is not None and step.number <= self._handed_out:
+            return None  # it was done again
+        self._handed_out = step.number
         return step, report
 
     def _slots(self, running: _Running, results: Sequence[LocalResult]) -> list[list[float]]:

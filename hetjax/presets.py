@@ -6,7 +6,7 @@ Everything that refuses a combination of options stands in this file.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -354,21 +354,79 @@ def check_alike(step: Any, state: State) -> None:
     """Refuse processes that start from unlike states or options: they would diverge unnoticed."""
     same_start(
         state,
-        batch_size=step.batch_size,
-        seed=step.seed,
-        controller=[step.controller.name, None if step.sync.by_node else step.controller.state_dict()],
-        sync=[step.sync.name, step.sync.state_dict()],
+        **alike(step),
+        state_of_the_controller=None if step.sync.by_node else step.controller.state_dict(),
+        state_of_the_sync=step.sync.state_dict(),
         updates_by_the_optimizer=update_size(step.optimizer, state.params),
-        engine=step.sessions.engine_spec.name,
-        decay_of_the_moving_average=step.ema_decay,
-        quantum=step.quantum,
-        compute_dtype=step.sessions.dtypes,
-        update=[step.options.update, step.clip_norm],
         memory=[worker.memory for worker in step.workers.members] if step.workers.by_host else None,
-        wire=step.options.wire,
-        delay=step.options.delay,
-        on_nonfinite=[step.nonfinite.policy, step.nonfinite.max_skips],
     )
+
+
+def alike(step: Any) -> dict[str, Any]:
+    """The options in which all processes of a run must agree, as JSON values."""
+    return {
+        "batch_size": step.batch_size,
+        "seed": step.seed,
+        "controller": step.controller.name,
+        "sync": step.sync.name,
+        "engine": step.sessions.engine_spec.name,
+        "decay_of_the_moving_average": step.ema_decay,
+        "quantum": step.quantum,
+        "compute_dtype": dict(step.sessions.dtypes),
+        "update": [step.options.update, step.clip_norm],
+        "wire": step.options.wire,
+        "delay": step.options.delay,
+        "on_nonfinite": [step.nonfinite.policy, step.nonfinite.max_skips],
+    }
+
+
+def check_rows(rows: Sequence[Mapping[str, Any]], me: int) -> None:
+    """Refuse a member of an elastic fleet that differs in what all must have in common; the others go on without it.
+
+    Args:
+        rows: what each member says of itself; the first that trains already is right.
+        me: the row of this process.
+    """
+    right, own = next((row for row in rows if not row["new"]), rows[0]), rows[me]
+    for name, value in own["alike"].items():
+        if value != right["alike"].get(name):
+            raise ValueError(
+                f"Member {own['number']} differs from member {right['number']} in its {name.replace('_', ' ')}: "
+                f"{value} instead of {right['alike'].get(name)}. Start all with the same code and options."
+            )
+
+
+def check_elastic(step: Any) -> None:
+    """Refuse what does not work yet in a fleet whose members come and go."""
+    fixed = getattr(step.controller, "share_W", None) is not None and not getattr(step.controller, "by_kind", None)
+    for given, instead in (
+        (step.sync.name != "allreduce" and f"the sync {step.sync.name!r}", "the sync 'allreduce'"),
+        (step.options.wire != "float32" and f"wire={step.options.wire!r}", "wire='float32'"),
+        (step.options.delay and "delay=1", "delay=0"),
+        (step.options.transport == "mesh" and "transport='mesh'", "transport='host'"),
+        (step.simulation is not None and "simulated speeds", "real ones"),
+        (fixed and "the controller 'fixed' with one share per worker", "shares by kind of device, or 'balanced'"),
+        (step.sessions.engine_spec.name not in ("auto", "chunked")
+         and f"the engine {step.sessions.engine_spec.name!r}", "the engine 'chunked'"),
+    ):  # fmt: skip
+        if given:
+            raise ValueError(f"An elastic fleet does not work with {given}. Use {instead}, or a fleet that is fixed.")
+
+
+def check_terms(own: Mapping[str, Any], agreed: Mapping[str, Any]) -> None:
+    """Refuse a member of an elastic fleet that trains on another number of samples."""
+    name = "number_of_samples"
+    if own[name] != agreed.get(name):
+        raise ValueError(f"This member has {own[name]:,} samples, the others {agreed.get(name):,}: give all the same.")
+
+
+def check_elastic_source(partition: str) -> None:
+    """Refuse partitions that belong to workers, in a fleet whose members come and go."""
+    if partition != "global":
+        raise ValueError(
+            f"The partition {partition!r} divides the samples between workers, but those of an elastic fleet come and "
+            "go. Use partition 'global', or a fleet that is fixed."
+        )
 
 
 def _name(given: Any) -> str:

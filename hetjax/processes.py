@@ -21,6 +21,12 @@ class ProcessLink(Protocol):
     count: int
     others: list[int]  # the other processes
     transport: str  # how sums travel: 'mesh' or 'host'
+    elastic: int  # expected number of processes, where members may come and go; otherwise 0
+
+    @property
+    def first(self) -> bool:
+        """Whether this process prints and writes files."""
+        ...
 
     def channel(self) -> Any:
         """A new channel for messages between two processes; all processes open theirs in the same order."""
@@ -69,12 +75,17 @@ def count() -> int:
 
 def first() -> bool:
     """Whether this is process 0, which prints and writes files."""
-    return index() == 0
+    return _link is None or _link.first
 
 
 def by_host() -> bool:
     """Whether there are several processes, each with a JAX backend of its own, joined by way of their hosts."""
     return _link is not None and _link.transport == "host"
+
+
+def elastic() -> int:
+    """Expected number of processes of a fleet whose members may come and go; 0: they are fixed."""
+    return 0 if _link is None else _link.elastic
 
 
 def gather(value: Any) -> list[Any]:

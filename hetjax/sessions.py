@@ -151,6 +151,28 @@ class Sessions:
                 raise
         return session
 
+    def offers(self) -> list[Any]:
+        """What the other members of an elastic fleet have to know of each engine that trains, as JSON values."""
+        engines: list[Any] = [session.engine for session in self._training.values()]
+        return [engine.offer() for engine in engines]
+
+    def follow(self, workers: Workers, offers_P: Sequence[Sequence[Any]], source: int) -> None:
+        """Go on with the workers of another membership; nothing compiles.
+
+        Args:
+            workers: the workers.
+            offers_P: what each process offers for each shape that is trained on.
+            source: the process whose prices count.
+        """
+        self.workers = workers
+        engines: list[Any] = [session.engine for session in self._training.values()]
+        for bucket, engine in enumerate(engines):
+            engine.follow(workers, [offers[bucket] for offers in offers_P], source)
+            engine.price_like(engines[0], self.share(bucket), bucket)
+        others: list[Any] = [each.engine for each in (*self._evaluation.values(), *self._prediction.values())]
+        for engine in others:
+            engine.follow(workers)
+
     def for_evaluation(self, state: State, samples: Sequence[Tree]) -> list[Session]:
         """Compile for evaluating rows like the samples."""
         shape_K = [shapes(state, sample) for sample in samples]

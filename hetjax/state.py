@@ -75,10 +75,11 @@ class Deferred:
 
     Args:
         gather: gathers it; collective.
+        of_state: whether that is the whole state: where members may be lost, its parts are gathered at once.
     """
 
-    def __init__(self, gather: Callable[[], Tree]):
-        self.gather = gather
+    def __init__(self, gather: Callable[[], Tree], of_state: bool = False):
+        self.gather, self.of_state = gather, of_state
 
 
 jax.tree_util.register_pytree_node(Deferred, lambda part: ((part.gather(),), None), lambda _, whole: whole[0])
@@ -87,6 +88,8 @@ jax.tree_util.register_pytree_node(Deferred, lambda part: ((part.gather(),), Non
 def gathered(state: State, *names: str) -> State:
     """The state with these parts (default: all) gathered where they are deferred; collective if there are any."""
     parts = {name: getattr(state, name) for name in names or ("opt_state", "ema", "params", "model_state", "more")}
+    if whole := [part for part in parts.values() if isinstance(part, Deferred) and part.of_state]:
+        return whole[0].gather()
     return replace(state, **{name: part.gather() for name, part in parts.items() if isinstance(part, Deferred)})
 
 

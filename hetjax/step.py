@@ -17,9 +17,10 @@ from hetjax.adapters import nnx_optimizer
 from hetjax.adapters.contract import check_loss, is_flax
 from hetjax.adapters.probe import sample_size
 from hetjax.arguments import MOST_SAMPLES, MOST_SEED, check_function, number, whole
-from hetjax.data.batches import HostBatch, as_batch, sample_of, until_shortest
+from hetjax.data.batches import HostBatch, NumberedBatch, as_batch, sample_of, until_shortest
 from hetjax.data.prefetch import Rows
 from hetjax.devices import memory
+from hetjax.devices.workers import Workers
 from hetjax.engines import Engine, EngineSpec
 from hetjax.engines.precision import ComputeDtype, dtypes_by_kind
 from hetjax.engines.session import Session
@@ -31,6 +32,7 @@ from hetjax.nonfinite import NonFiniteError, NonFinitePolicy
 from hetjax.pipeline import Finished, Pipeline, Requests
 from hetjax.planning.bench import Bench
 from hetjax.planning.controllers.base import Controller, Observation, Plan
+from hetjax.recovery import Recovery
 from hetjax.reduce.base import Reduce
 from hetjax.reduce.layout import MANY, Value
 from hetjax.reduce.optimizer import check_optimizer, check_params, init_optimizer
@@ -210,6 +212,9 @@ class Step:
         self._left: dict[int, np.ndarray] = {}  # by step since then: batches left in each worker's process
         self._log = RunLog()
         self.bench: Bench | None = None  # where workers can leave the exchange
+        self.recovery: Recovery | None = None  # where members may be lost
+        if self.workers.elastic:
+            self.recovery = Recovery(self, processes.link())
 
     # -- in a training loop --
 
@@ -256,6 +261,14 @@ class Step:
         presets.check_not_by_node(self.sync)
         host_batch = as_batch(batch, self.batch_size)
         live = self._live(state, host_batch)
+        if live.step != state.step:  # this process has joined others
+            if not isinstance(host_batch, NumberedBatch):
+                raise ValueError(
+                    f"This process has joined a run that is at step {live.step}, but a plain iterator starts at its "
+                    "first batch. Loop over step.batches(batch_of), where batch_of(step) returns the batch of a step, "
+                    "or train on a source with hetjax.Trainer."
+                )
+            host_batch = host_batch.at(live.step)
         span = self._span(live, host_batch)
         return self.run(live, host_batch, span, self.plan(len(host_batch), span.epoch, span.bucket))
 
@@ -264,19 +277,27 @@ class Step:
         finished = self._pipeline.flush() if self._pipeline is not None else None
         return None if finished is None else self._record(finished)
 
-    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+    def batches(self, loader: Iterable[Any] | Callable[[int], Any]) -> Iterator[Any]:
         """Iterate over a loader, ending after the same step in all processes.
 
         With several processes, loop over this instead of the loader: otherwise the process whose loader ends first
-        leaves the others waiting. It reads two batches ahead.
+        leaves the others waiting. It reads two batches ahead. In an elastic fleet all give the same batches; a process
+        can join only if the loader is a function.
 
         Args:
-            loader: batches of this process.
+            loader: batches of this process; or a function that returns the batch of a step, counted from 0, and None
+                after the last one.
 
         Yields:
             The batches, up to the end of the shortest loader of all processes.
         """
-        if not self.workers.several_processes:
+        if callable(loader):
+            while True:
+                number = 0 if self._pipeline is None else self._pipeline.next
+                if loader(number) is None:
+                    return
+                yield NumberedBatch(loader, number, self.batch_size)
+        if self.recovery is not None or not self.workers.several_processes:
             yield from loader
             return
         first = 0 if self._pipeline is None else self._pipeline.next - self._first
@@ -299,13 +320,20 @@ class Step:
         Raises:
             ValueError: if there are no batches.
         """
-        state = self._read(state)
 
-        def open_pipeline(batch: HostBatch) -> Pipeline:
-            shapes = samples or self.sessions.like(sample_of(batch))
-            return Pipeline(*self.compile_evaluation(state, shapes), seed=self.seed)
+        def run() -> dict[str, Value]:
+            read = self._read(state)
 
-        return mean_over(batches, open_pipeline, self.limit, self._shares_W)
+            def open_pipeline(batch: HostBatch) -> Pipeline:
+                shapes = samples or self.sessions.like(sample_of(batch))
+                return Pipeline(*self.compile_evaluation(read, shapes), seed=self.seed)
+
+            return mean_over(batches, open_pipeline, self.limit, self._shares_W)
+
+        if self.recovery is None:
+            return run()
+        batches = list(batches)  # may be needed again
+        return self.recovery.run(run)
 
     def predict(self, state: AnyState, batches: Iterable[Any]) -> Tree:
         """Compute the output of every sample with `predict_fn`, split among all workers like the training steps.
@@ -320,9 +348,16 @@ class Step:
         Raises:
             ValueError: if there are no batches, or no `predict_fn`.
         """
-        core = self.sync.answer(self._read(state)).evaluated
-        open_session = lambda sample: self.sessions.for_prediction(State(*core, None, None), sample)
-        return outputs_over(batches, open_session, jax.tree.leaves(core), self.limit, self._shares_W, self.seed)
+
+        def run() -> Tree:
+            core = self.sync.answer(self._read(state)).evaluated
+            open_session = lambda sample: self.sessions.for_prediction(State(*core, None, None), sample)
+            return outputs_over(batches, open_session, jax.tree.leaves(core), self.limit, self._shares_W, self.seed)
+
+        if self.recovery is None:
+            return run()
+        batches = list(batches)  # may be needed again
+        return self.recovery.run(run)
 
     def export(self, state: AnyState) -> State:
         """Return the complete state as plain arrays, as a checkpoint holds it.
@@ -392,7 +427,7 @@ class Step:
 
     def open(
         self, state: State, sample: Tree, *, further: Sequence[Tree] = (), batches: Sequence[int] | None = None,
-        epoch_size: int | None = None, end: int | None = None,
+        epoch_size: int | None = None, end: int | None = None, terms: Mapping[str, Any] | None = None,
     ) -> LiveState:  # fmt: skip
         """Compile for rows like the sample and place the state on the devices. The first call does this by itself.
 
@@ -405,14 +440,16 @@ class Step:
             batches: maximum samples of a step of each shape. Default: `batch_size`.
             epoch_size: samples in an epoch, if known.
             end: cursor at which training will end, if known.
+            terms: what else the members of an elastic fleet have to agree on, as JSON values; one that joins gets
+                those of the others (`recovery.terms`).
 
         Returns:
-            The state on the devices.
+            The state on the devices; for a process that joins others, theirs.
         """
         if self._pipeline is not None:
             self._pipeline.complete()
         state = checked(state)
-        if self.workers.several_processes or self.sync.by_node:
+        if self.recovery is None and (self.workers.several_processes or self.sync.by_node):
             presets.check_alike(self, state)
         sessions, reduce, core = self.compile_training(
             state, [sample, *further], batches, epoch_size or self.epoch_size, end
@@ -424,8 +461,47 @@ class Step:
         )  # fmt: skip
         if self.simulation is not None and self.simulation.row_time is None:
             calibrate(self.simulation, sessions[0], pipeline.replicas, Rows(sample, 0), self.limit, self.seed)
-        self._log, self._first, self._left = RunLog(), state.step, {}
-        return LiveState(pipeline, state.step, state.cursor)
+        cursor = state.cursor
+        if self.recovery is not None:
+            cursor = self.recovery.begin(pipeline, cursor, terms or {})
+        self._log, self._first, self._left = RunLog(), pipeline.made, {}
+        return LiveState(pipeline, pipeline.made, cursor)
+
+    def follow(
+        self, workers: Workers, rows: Sequence[Mapping[str, Any]], source: int, kept_W: list[int | None]
+    ) -> None:
+        """Go on with the workers of another membership; see `hetjax.recovery`.
+
+        Args:
+            workers: the workers.
+            rows: what each member says of itself.
+            source: the member whose prices and controller count.
+            kept_W: which of that member's former workers each worker is; None: it has joined.
+
+        Raises:
+            ValueError: if these workers cannot take a whole batch.
+        """
+        self.workers, self._shares_W = workers, np.ones(len(workers))
+        self.sessions.follow(workers, [row["engines"] for row in rows], source)
+        capacity_W = self._capacity_W()
+        if capacity_W.sum() < self.batch_size:
+            raise ValueError(
+                f"The members that are left can take {capacity_W.sum()} samples a step (capacities "
+                f"{capacity_W.tolist()}), but batch_size is {self.batch_size}."
+            )
+        self.controller = presets.for_workers(self.controller, workers)
+        state = rows[source]["controller"]
+        if hasattr(self.controller, "follow") and state.get("workers") == len(rows[source]["members_W"]):
+            self.controller.follow(state, kept_W)
+
+    def _capacity_W(self) -> np.ndarray:
+        engine = self.sessions.engine
+        assert engine is not None
+        return engine.limits().capacity_W
+
+    def alike(self) -> dict[str, Any]:
+        """What all members of an elastic fleet must have in common, as JSON values."""
+        return presets.alike(self)
 
     def compile_training(
         self, state: State, samples: Sequence[Tree], batches: Sequence[int] | None = None,
@@ -487,6 +563,8 @@ class Step:
             limits = replace(limits, minimum_W=np.zeros_like(limits.minimum_W))
         if self.bench is not None:
             limits = self.bench.limits(batch, limits)
+        if self.recovery is not None:
+            self.recovery.planned()
         with profiling.phase("plan"):
             plan = self.controller.plan(batch, limits, epoch)
         limits.check_counts(plan.counts_W, batch, f"The controller {self.controller.name!r}")
@@ -566,13 +644,17 @@ class Step:
         """Bench workers that do not pay where they can leave the exchange, and where the controller balances."""
         by_host = self.workers.several_processes
         member_W = self.workers.process_W if by_host else np.arange(len(self.workers))
-        if not (may_sit_out and getattr(self.controller, "benches", False) and np.ptp(member_W)):
+        if not (
+            may_sit_out and not self.workers.elastic and getattr(self.controller, "benches", False) and np.ptp(member_W)
+        ):
             self.bench = None
             return
         self.bench = self.bench or Bench(member_W, "process" if by_host else "worker")
         self.bench.begin()
 
     def _learn(self, observation: Observation) -> None:
+        if 2 * observation.counts_W.sum() > self._shares_W.sum():  # a short last step says little about shares
+            self._shares_W = np.maximum(observation.counts_W, 1e-3)
         self.controller.observe(observation)
         if self.bench is not None:
             self.bench.observe(observation)
@@ -589,8 +671,6 @@ class Step:
 
     def _record(self, finished: Finished) -> Record:
         step, report = finished
-        if 2 * step.span.batch > self._shares_W.sum():  # a short last step says little about shares
-            self._shares_W = np.maximum(step.plan.counts_W, 1e-3)
         self._left[step.number - self._first] = report.left_W
         self._left.pop(step.number - self._first - MANY, None)
         ideal = self.simulation.ideal() / self.sessions.share(step.span.bucket) if self.simulation is not None else None

@@ -206,7 +206,9 @@ class Trainer:
             order.load_state_dict(self._order, state.cursor)
         self._sampler = sampler = self.sync.sampler(order, self.step.quantum)
         end = self._end(state.cursor, order, length)
-        if self.workers.several_processes or self.sync.by_node:
+        if self.step.recovery is not None:
+            presets.check_elastic_source(self.partition)
+        elif self.workers.several_processes or self.sync.by_node:
             blocks = None if self.blocks is None else digest(self.blocks.owner_D)
             lengths = order.checksum if isinstance(order, BucketSampler) else None
             same(partition=[self.partition, blocks, lengths], number_of_samples=len(source), end_of_training=end)
@@ -330,6 +332,16 @@ class Trainer:
     def stop(self) -> None:
         """Request the end of `fit`: all processes stop after the same step."""
         self.step.requests.stop = True
+
+    def leave(self) -> None:
+        """Request that this process leaves an elastic fleet: `fit` finishes its step and raises `hetjax.recovery.Left`.
+
+        Without an elastic fleet it is a request to stop.
+        """
+        if self.step.recovery is None:
+            self.stop()
+        else:
+            self.step.requests.leave = True
 
     def ask_to_save(self) -> None:
         """Request a checkpoint: all processes find the request in the record of the same step (`Record.save`)."""

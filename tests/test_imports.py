@@ -25,6 +25,7 @@ ORDER = [
     {"history"},
     {"sync", "checkpoint", "nonfinite"},
     {"presets", "pipeline"},
+    {"recovery"},
     {"sessions", "evaluation"},
     {"step"},
     {"loops"},

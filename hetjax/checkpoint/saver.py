@@ -14,7 +14,8 @@ from hetjax import processes
 from hetjax.arguments import whole
 from hetjax.checkpoint.contents import import_orbax, write_snapshot
 from hetjax.checkpoint.folder import prepare, write
-from hetjax.checkpoint.lock import FolderLock
+from hetjax.checkpoint.lock import FolderLock, InUse
+from hetjax.checkpoint.resume import restore_latest
 from hetjax.checkpoint.snapshot import RunSnapshot, take
 from hetjax.history import History, Record
 from hetjax.state import LiveState, State
@@ -28,6 +29,8 @@ class Saveable(Protocol):
     def state_dict(self, state: Any) -> dict[str, Any]: ...
 
     def ask_to_save(self) -> None: ...
+
+    def load_state_dict(self, saved: Mapping[str, Any], state: State) -> State: ...
 
 
 def save(
@@ -107,10 +110,16 @@ class Saver:
         self._last_time, self._last_saved = time.monotonic(), (-1, -1)  # step and cursor
         self._writing: threading.Thread | None = None
         self._failure: Exception | None = None
-        self._lock = FolderLock(self.folder)
+        self._lock, self._prepared = FolderLock(self.folder), False
         if processes.first():
+            self._prepare()
+
+    def _prepare(self) -> None:
+        """Lock the folder, once; in an elastic fleet another process may become the one that writes."""
+        if not self._prepared:
             prepare(self.folder, self._lock)
             import_orbax()
+            self._prepared = True
 
     def __call__(self, record: Record, state: State) -> None:
         if self._writing is not None and not self._writing.is_alive():
@@ -131,9 +140,29 @@ class Saver:
         snapshot = take(state, self.trainer.state_dict(state), self.extra(record))
         self._last_time, self._last_saved = time.monotonic(), position
         self._finish()
-        if snapshot is not None:
+        if snapshot is not None and self._may_write():
             self._writing = threading.Thread(target=self._write, args=(snapshot, state.step), daemon=True)
             self._writing.start()
+
+    def _may_write(self) -> bool:
+        try:
+            self._prepare()
+        except InUse as error:
+            if not processes.elastic():
+                raise
+            log.warning("This checkpoint is not written, as the process that wrote the last one may hang: %s", error)
+            return False
+        return True
+
+    def restore(self, like: State) -> State:
+        """The state of the newest checkpoint, with the trainer's own; `like` if there is none yet. Collective.
+
+        For an elastic fleet that has lost a part of its state (`hetjax.recovery.StateLost`).
+        """
+        if processes.first():
+            self._wait()
+        found = restore_latest(self.folder, like, self.trainer)
+        return like if found is None else found.state
 
     def _write(self, snapshot: RunSnapshot, step: int) -> None:
         try:

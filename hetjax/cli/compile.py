@@ -31,6 +31,7 @@ ENGINES: dict[str, EngineSpec] = {
     "chunked": Chunked(complete=True),
     "masked": as_spec("masked"),
 }
+_ON_CHIP = 128 * 2**20  # a TPU's VMEM: a program that fits into it takes nearly no memory beside
 _ALIAS = re.compile(r"\b(?:may|must)-alias\b")
 
 Make = Callable[..., tuple[Step, State, Any]]  # (devices=, engine=) -> the step, its first state, and a batch
@@ -43,7 +44,7 @@ class Report:
     Attributes:
         engine: name of the engine.
         programs: phase ('first step', 'later' or 'evaluation') and program, in the order of compilation.
-        most_rows: largest microbatch that fits into memory, extrapolated; None with fewer than two sizes to go by.
+        most_rows: largest microbatch that fits into memory, extrapolated; None where the sizes here do not show it.
         problems: sentences about what would fail or waste memory.
     """
 
@@ -107,7 +108,7 @@ def compiled(given: Target, make: Make, engine: str, devices: Sequence[Any]) -> 
         room = int(given.memory * memory.SAFE_SHARE)
         held = memory.size(state.core[2:]) + memory.size(jax.eval_shape(session.engine.program.zeros))  # and sums
         problems = [problem for _, program in programs for problem in _problems(program, room)]
-        return Report(session.engine.name, programs, _most_rows(session.engine, room - held), problems)
+        return Report(session.engine.name, programs, _most_rows(session.engine, room - held, given.platform), problems)
 
 
 def maker(config: str, batch: int) -> Make:
@@ -152,14 +153,17 @@ def _later(engine: Engine) -> set[int]:
     return {rung for ladder in ladders for rung in ladder.wanted if rung not in ladder.first}
 
 
-def _most_rows(engine: Engine, room: int) -> int | None:
-    """The largest microbatch that fits beside the state, extrapolated from the smallest and the largest rung."""
+def _most_rows(engine: Engine, room: int, platform: str) -> int | None:
+    """The largest microbatch that fits beside the state, extrapolated from the smallest and the largest rung.
+
+    None if they do not show what a row takes: on TPU, if they fit into the chip's own memory.
+    """
     if not isinstance(engine, ChunkedEngine):
         return None
     (ladder,) = engine.ladders.values()
     need = {rung: memory.needed(next(iter(programs.values()))) or 0 for rung, programs in ladder.programs.items()}
     low, high = min(need), max(need)
-    if need[high] <= need[low]:  # one rung, or unknown
+    if need[high] <= need[low] or (platform == "tpu" and need[high] < _ON_CHIP):  # one rung, or unknown
         return None
     per_row = (need[high] - need[low]) / (high - low)
     return max(0, int(low + (room - need[low]) / per_row))

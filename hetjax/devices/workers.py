@@ -63,12 +63,15 @@ class Workers:
         own: the devices of this process's workers.
         spanning: the devices of all workers, where one JAX backend spans all processes; otherwise None.
         process: index of this process among those of the members.
+        elastic: expected number of processes, where members may come and go; otherwise 0. Until they have met, the
+            members are the workers of this process only.
     """
 
     members: tuple[Worker, ...]
     own: tuple[jax.Device, ...]
     spanning: tuple[jax.Device, ...] | None = None
     process: int = 0
+    elastic: int = 0
 
     @classmethod
     def of(cls, devices: Sequence[jax.Device] | str | int | None) -> Workers:
@@ -136,7 +139,17 @@ class Workers:
                 f"Process {', '.join(map(str, idle))} of {processes.count()} has no worker. Give every process a "
                 "device, or start fewer processes."
             )
-        return cls(tuple(Worker(*row) for theirs in gathered for row in theirs), tuple(own), None, me)
+        members = tuple(Worker(*row) for theirs in gathered for row in theirs)
+        return cls(members, tuple(own), None, me, processes.elastic())
+
+    def described(self) -> list[tuple[Any, ...]]:
+        """The workers of this process as JSON values, for the other members of an elastic fleet."""
+        return [astuple(self.members[i]) for i in self.local]
+
+    def among(self, described_P: Sequence[Sequence[Sequence[Any]]], process: int) -> Workers:
+        """The workers of an elastic fleet, from what each of its processes has `described`; this one is `process`."""
+        members = (replace(Worker(*row), process=p) for p, described in enumerate(described_P) for row in described)
+        return replace(self, members=tuple(members), process=process)
 
     def with_memory(self, memory_W: np.ndarray) -> Workers:
         """The same workers with this memory instead of what their devices report."""
@@ -161,8 +174,13 @@ class Workers:
 
     @property
     def several_processes(self) -> bool:
-        """Whether some workers belong to other processes."""
-        return len(self.own) < len(self)
+        """Whether some workers belong to other processes, or may do so."""
+        return len(self.own) < len(self) or self.elastic > 0
+
+    @property
+    def expected(self) -> int:
+        """Expected number of workers."""
+        return max(len(self), len(self.own) * self.elastic)
 
     @property
     def by_host(self) -> bool:

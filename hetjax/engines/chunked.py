@@ -105,9 +105,10 @@ class ChunkedEngine:
                 priced_by_rows=priced_by_rows,
                 slow_compiler=rungs is None and not on_cpu(kind),
             )
-        gather = processes.gather if several else lambda value: [value]
+        gather = processes.gather if several and not workers.elastic else lambda value: [value]
         self._remote = self._price(gather)
-        self._rate_W = None if program.keeps_rows else self._expected_rates(gather)
+        self._pace = {} if program.keeps_rows else self._measured_pace()
+        self._rate_W = self._expected_rates(gather(self._pace))
         self._background = ThreadPoolExecutor(1, thread_name_prefix="hetjax-ladder")
         self.growing: Future | None = None  # background search for a further rung, and its compile
         self._counts_W, self._settled = np.zeros(len(workers), np.int64), 0
@@ -124,7 +125,7 @@ class ChunkedEngine:
         """
         limits = [rows for rows, worker in zip(self.max_rows_W, self.workers.members, strict=True)
                   if worker.kind == kind]  # fmt: skip
-        share = -(-int(self.capacity_W.max()) // len(self.workers))
+        share = -(-int(self.capacity_W.max()) // self.workers.expected)
         share = -(-share // self.quantum) * self.quantum  # every worker gets this before the first timing
         if not on_cpu(kind):  # the ladder chooses two of them
             return geometric_rungs(min(share, max(limits)), self.quantum, ratio=2.0, span=share)
@@ -163,19 +164,69 @@ class ChunkedEngine:
             ladder.price_list = agreed.pop(kind)
         return agreed
 
-    def _expected_rates(self, gather: Callable[[Any], list[Any]]) -> np.ndarray | None:
+    def _measured_pace(self) -> dict[str, float]:
+        """Samples per second of each kind of device in this process; nothing where speeds are simulated, or alike."""
+        if any(ladder.priced_by_rows for ladder in self.ladders.values()):
+            return {}
+        if len(self.workers.kinds) == 1 and not self.workers.several_processes:
+            return {}
+        return {kind: float(f"{ladder.pace():.3g}") for kind, ladder in self.ladders.items()}
+
+    def _expected_rates(self, pace_P: Sequence[dict[str, float]]) -> np.ndarray | None:
         """Relative speed of each worker, for the first plan; None where speeds are about the same, or simulated.
 
         Processes measure at the same time, as they compute: those with the same kind of device may differ, too.
         """
-        if any(ladder.priced_by_rows for ladder in self.ladders.values()):
+        if not all(pace_P) or len(pace_P) < len(set(self.workers.process_W.tolist())) > 1:
             return None
-        if len(self.workers.kinds) == 1 and not self.workers.several_processes:
-            return None
-        pace_P = gather({kind: float(f"{ladder.pace():.3g}") for kind, ladder in self.ladders.items()})
         of = lambda worker: pace_P[worker.process if len(pace_P) > 1 else 0][worker.kind]
         rate_W = np.array([of(worker) for worker in self.workers.members])
         return rate_W / rate_W.max() if rate_W.max() > _UNLIKE * rate_W.min() else None
+
+    def offer(self) -> dict[str, Any]:
+        """What the other members of an elastic fleet have to know of this engine, as JSON values."""
+        own = self.workers.local
+        return {
+            "capacity": [int(self.capacity_W[i]) for i in own],
+            "max_rows": [int(self.max_rows_W[i]) for i in own],
+            "rungs": {kind: sorted(map(int, ladder.programs)) for kind, ladder in self.ladders.items()},
+            "prices": {kind: prices.plain() for kind, prices in self._price_lists().items()},
+            "pace": self._pace,
+        }
+
+    def follow(self, workers: Workers, offer_P: Sequence[dict[str, Any]] = (), source: int = 0) -> None:
+        """Go on with the workers of another membership; nothing compiles.
+
+        Args:
+            workers: the workers.
+            offer_P: what their processes offer; none for an engine that does not train, whose prices decide nothing.
+            source: the process whose prices count; a kind that it does not know is priced by the first that has it.
+        """
+        rows, capacity = int(self.max_rows_W.min()), int(self.capacity_W.max())
+        self.workers = self.clocks.workers = workers
+        if not offer_P:
+            self.capacity_W, self.max_rows_W = np.full(len(workers), capacity), np.full(len(workers), rows)
+            self.fitting_W, self._remote, self._rate_W = self.max_rows_W.copy(), {}, None
+            self._update_limits()
+            return
+        joined = lambda name: np.array([value for offer in offer_P for value in offer[name]], np.int64)
+        self.capacity_W, self.max_rows_W = joined("capacity"), joined("max_rows")
+        self.fitting_W = self.max_rows_W.copy()
+        prices: dict[str, Any] = {}
+        for offer in [offer_P[source], *offer_P]:
+            prices = offer["prices"] | prices
+        common = common_rungs([offer["rungs"] for offer in offer_P])
+        self._remote = {}
+        for kind in workers.kinds:
+            agreed = PriceList.from_plain(prices[kind]).only(common[kind][1])
+            if kind in self.ladders:
+                self.ladders[kind].price_list = agreed
+            else:
+                self._remote[kind] = agreed
+        self._rate_W = self._expected_rates([offer["pace"] for offer in offer_P])
+        self._counts_W = np.zeros(len(workers), np.int64)
+        with self._lock:
+            self._update_limits()
 
     def _update_limits(self) -> None:
         """Rebuild the limits of plans, which all processes agree on, and the price staircases of the workers."""
@@ -197,7 +248,9 @@ class ChunkedEngine:
         )
 
     def _price_lists(self) -> dict[str, PriceList]:
-        return {kind: ladder.price_list for kind, ladder in self.ladders.items()} | self._remote
+        own = {kind: ladder.price_list for kind, ladder in self.ladders.items()}
+        unknown = dict.fromkeys(self.workers.kinds, next(iter(own.values())))  # nothing is planned by these
+        return unknown | own | self._remote
 
     def price_like(self, reference: ChunkedEngine, share: float, bucket: int) -> None:
         by_rows = any(ladder.priced_by_rows for ladder in self.ladders.values())

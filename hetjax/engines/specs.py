@@ -92,7 +92,7 @@ class EngineSpec:
         batch, quantum = context.batch, context.quantum
         capacity_W = per_worker("capacity", context.capacity, min(default, batch), context.workers)
         capacity_W = np.minimum(-(-capacity_W // quantum) * quantum, -(-batch // quantum) * quantum)
-        if capacity_W.sum() < batch:
+        if capacity_W.sum() < batch and not context.workers.elastic:  # there will be more of them
             raise ValueError(
                 f"The workers can take {capacity_W.sum()} samples a step in all (capacities {capacity_W.tolist()}), "
                 f"but batch_size is {batch}. Raise the capacities or lower batch_size."
@@ -132,6 +132,8 @@ class Auto(EngineSpec):
     name: ClassVar[str] = "auto"
 
     def resolve(self, workers: Workers, exact_sync: bool) -> tuple[EngineSpec, str]:
+        if workers.elastic:
+            return Chunked(self.max_rows), "the fleet is elastic"
         if exact_sync:
             return Masked(self.max_rows), "the model synchronizes its statistics over all workers in the forward pass"
         if len(workers.kinds) > 1:

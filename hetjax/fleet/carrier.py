@@ -77,6 +77,8 @@ class Carrier:
     """
 
     transport = "host"
+    elastic = 0  # expected number of processes, where members may come and go
+    _reception: Reception | None  # in process 0
 
     def __init__(
         self,
@@ -91,11 +93,28 @@ class Carrier:
         wait_limit: float = 600.0,
         heartbeat_limit: float = 20.0,
     ):
+        self._prepare(index, count, wait_limit, heartbeat_limit)
+        self.coordinator, self._token = coordinator, secrets.token_bytes(8) if index == 0 else NO_TOKEN
+        self._sockets = Sockets(key)
+        try:
+            own = {"version": metadata.version("hetjax"), "processes": count, **(description or {}), **self._open(bind)}
+            if index == 0:
+                self._reception = Reception(count, coordinator, own, self._token)
+            self._start_thread()
+            self._meet(own, start_limit)
+            self._control = self.channel()
+            self.gather(b"", start_limit)
+        except BaseException:
+            self.close(together=False)
+            raise
+
+    def _prepare(self, index: int, count: int, wait_limit: float, heartbeat_limit: float) -> None:
+        """Set up what the thread and its users share, before there is any socket."""
         self.index, self.count, self.wait_limit = index, count, wait_limit
-        self.coordinator, self.generation = coordinator, 0
+        self.generation = 0
         self.others = [peer for peer in range(count) if peer != index]
         self.table: list[dict[str, Any]] = []
-        self._token = secrets.token_bytes(8) if index == 0 else NO_TOKEN
+        self._token = NO_TOKEN
         self._sending = threading.Lock()  # sockets are used by several threads, one at a time
         self._arrived = threading.Condition()
         self._mail: dict[tuple[int, int, int, int], Mail] = {}
@@ -103,7 +122,7 @@ class Carrier:
         self._lost: dict[int, str] = {}
         self._failed: BaseException | None = None  # of the thread
         self._pulse = Pulse(self.others, heartbeat_limit, time.monotonic())
-        self._reception: Reception | None = None  # in process 0
+        self._reception = None
         self._answer: tuple[int, Any] | None = None  # in the others: table or refusal
         self._strangers = self._dropped = 0
         self._early: list[Sequence[zmq.Frame]] = []
@@ -113,19 +132,15 @@ class Carrier:
         self._outboxes: dict[int, zmq.Socket] = {}
         self._monitors: dict[zmq.Socket, int | None] = {}  # the process at the other end; None: of the inbox
         self._retired: list[zmq.Socket] = []  # to be closed by the thread, which polls them
-        self._sockets = Sockets(key)
-        try:
-            own = {"version": metadata.version("hetjax"), "processes": count, **(description or {}), **self._open(bind)}
-            if index == 0:
-                self._reception = Reception(count, coordinator, own, self._token)
-            self._thread = threading.Thread(target=self._serve, name="hetjax-carrier", daemon=True)
-            self._thread.start()
-            self._meet(own, start_limit)
-            self._control = self.channel()
-            self.gather(b"", start_limit)
-        except BaseException:
-            self.close(together=False)
-            raise
+
+    def _start_thread(self) -> None:
+        self._thread = threading.Thread(target=self._serve, name="hetjax-carrier", daemon=True)
+        self._thread.start()
+
+    @property
+    def first(self) -> bool:
+        """Whether this is process 0."""
+        return self.index == 0
 
     # -- messages --
 
@@ -234,11 +249,7 @@ class Carrier:
 
     def _open(self, bind: str | None) -> dict[str, Any]:
         """Listen, and describe where."""
-        self._inbox = self._sockets.open(zmq.ROUTER, server=True)
-        self._monitors[self._inbox.get_monitor_socket(REFUSALS)] = None
-        self._waker, self._wake = self._sockets.context.socket(zmq.PUSH), self._sockets.context.socket(zmq.PULL)
-        self._wake.bind("inproc://wake")
-        self._waker.connect("inproc://wake")
+        self._open_inbox()
         local = local_address()
         try:
             if self.index == 0:
@@ -254,6 +265,13 @@ class Carrier:
         except zmq.ZMQError as error:
             raise OSError(f"Process {self.index} cannot listen on {bind or self.coordinator}: {error}.") from error
         return {"address": address, **local}
+
+    def _open_inbox(self) -> None:
+        self._inbox = self._sockets.open(zmq.ROUTER, server=True)
+        self._monitors[self._inbox.get_monitor_socket(REFUSALS)] = None
+        self._waker, self._wake = self._sockets.context.socket(zmq.PUSH), self._sockets.context.socket(zmq.PULL)
+        self._wake.bind("inproc://wake")
+        self._waker.connect("inproc://wake")
 
     def _connect(self, peer: int, address: str) -> None:
         outbox = self._sockets.open(zmq.DEALER)
@@ -273,15 +291,20 @@ class Carrier:
             addresses = [row["local"] if same_host(row) else row["address"] for row in table]
         except (TypeError, ValueError, KeyError) as error:
             raise ValueError(f"What answers at {self.coordinator} is not process 0 of this run.") from error
+        self._connect_others(addresses)
+        self._token, self.table = token, table
+        self._wake_thread()
+
+    def _connect_others(self, addresses: Sequence[str]) -> None:
+        """Connect to all others anew."""
         with self._sending:  # the connection of the hello may have been another one
             outdated = [monitor for monitor, peer in self._monitors.items() if peer is not None]
-            self._retired = [*self._outboxes.values(), *outdated]
+            self._retired += [*self._outboxes.values(), *outdated]
             self._monitors = {monitor: peer for monitor, peer in self._monitors.items() if peer is None}
+            self._outboxes = {}
         for peer in self.others:
             self._connect(peer, addresses[peer])
         self._pulse = Pulse(self.others, self._pulse.limit, time.monotonic())
-        self._token, self.table = token, table
-        self._wake_thread()
 
     def _receive_guests(self, limit: float) -> tuple[int, Any]:
         """In process 0: wait for all others; what they are told."""

@@ -15,7 +15,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,11 +23,13 @@ from typing import Any, NoReturn
 
 from hetjax import processes as group
 from hetjax.devices.accelerators import expected_kinds
-from hetjax.environment import BIND, KEY, TRANSPORT
+from hetjax.environment import BIND, HOLDERS, JOIN, KEY, PROCESSES, RENDEZVOUS, TRANSPORT
 from hetjax.fleet.carrier import Carrier
-from hetjax.fleet.identity import ProcessInfo, find_process
+from hetjax.fleet.elastic import ElasticCarrier
+from hetjax.fleet.identity import BY_HAND, ProcessInfo, find_process
 from hetjax.fleet.keys import read_key
 from hetjax.fleet.mesh import start_mesh
+from hetjax.fleet.registration import Registration
 from hetjax.fleet.rendezvous import (
     address_to_bind,
     check_free,
@@ -85,6 +87,10 @@ def initialize(
         OSError: Process 0 cannot listen, or cannot be reached.
         RuntimeError: Called twice.
     """
+    rendezvous = os.environ.get(RENDEZVOUS)
+    if rendezvous and coordinator is None:
+        return _join_fleet(rendezvous, transport or os.environ.get(TRANSPORT) or "auto", devices, key, start_limit,
+                           wait_limit)  # fmt: skip
     info = find_process(coordinator, processes, process, os.environ)
     transport = transport or os.environ.get(TRANSPORT) or "auto"
     if info.processes == 1:
@@ -134,6 +140,37 @@ def initialize(
         address = group.broadcast_bytes(address.encode() if info.first else None).decode()
         start_mesh(info, address, bind or address, **limits)
     return replace(info, transport=chosen)
+
+
+def _join_fleet(
+    rendezvous: str, transport: str, devices: str | int | None, key: str | Path | None, start_limit: float,
+    wait_limit: float,
+) -> ProcessInfo:  # fmt: skip
+    """Become a member of an elastic fleet; the members meet when the first step has been compiled."""
+    if group.link() is not None:
+        raise RuntimeError("initialize() was called twice: call it once, at the start of the program.")
+    key, joins = key or os.environ.get(KEY), bool(os.environ.get(JOIN))
+    secret, expected = None if not key else read_key(key), int(os.environ.get(PROCESSES) or 1)
+    if transport == "mesh":
+        raise ValueError("An elastic fleet needs the transport 'host': a mesh ends with any of its processes.")
+
+    def register(place: dict[str, str], notify: Callable[[], None]) -> Registration:
+        return Registration(rendezvous, description=_description("host", devices), key=secret,
+                            start_limit=start_limit, joins=joins, notify=notify, **place)  # fmt: skip
+
+    holders = int(os.environ.get(HOLDERS) or 2)
+    carrier = ElasticCarrier(
+        register, rendezvous, key=secret, expected=expected, holders=holders, joins=joins, wait_limit=wait_limit
+    )
+    try:
+        if not joins:
+            assert carrier.registration is not None
+            carrier.registration.wait_newer(0, start_limit)  # all founders are there
+    except BaseException:
+        carrier.close(together=False)
+        raise
+    group.join(carrier)
+    return ProcessInfo(carrier.number, expected, rendezvous, BY_HAND[1], "host")
 
 
 def _checked(transport: str, devices: str | int | None) -> list[str]:

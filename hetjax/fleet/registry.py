@@ -175,7 +175,7 @@ class Registry:
             known.gone, known.hung = "", False  # nothing was decided without it
             self._renew = self._renew or f"Member {number} answers again."
         before = known.member.description.get("alike", {})
-        if isinstance(alike := status.get("alike"), dict) and alike.items() - before.items():
+        if isinstance(alike := status.get("alike"), dict) and {**before, **alike} != before:
             known.member = replace(known.member, description={**known.member.description, "alike": {**before, **alike}})
             if (refusal := self._misfit(known.member)) is not None:
                 self._lose(number, refusal.removesuffix("."))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import signal
 from collections.abc import Callable, Sequence
 
@@ -24,6 +25,7 @@ class ElasticSupervisor(Supervisor):
     def __init__(self, agent: Agent, replace: Callable[[int], ProcessSpec | None], *others: object):
         self._agent, self._replace = agent, replace
         self._hangs: dict[int, str] = {}  # by process id
+        self._chaos_at: float | None = None
         super().__init__(*others)  # type: ignore[arg-type]
 
     def _as_forwarded(self, number: signal.Signals) -> signal.Signals:
@@ -55,3 +57,15 @@ class ElasticSupervisor(Supervisor):
                 process.stopped_by_us = True
                 self._hangs[process.popen.pid] = "hung and was killed"
                 kill(process)
+        self._wreak_chaos(now)
+
+    def _wreak_chaos(self, now: float) -> None:
+        """Kill a process that takes steps, if the user wants that and it is time."""
+        every, stepping = self._options.chaos, [p for p in self._running() if p.detector.beat.stepping]
+        if every is None or self._signal_count or len(stepping) < 2:
+            return
+        if self._chaos_at is None:
+            self._chaos_at = now + random.expovariate(1 / every)
+        elif now >= self._chaos_at:
+            self._chaos_at = None
+            kill(random.choice(stepping))

@@ -62,6 +62,8 @@ class Options:
     """start an elastic run at this rendezvous, see hetjax rendezvous (default: one in the launcher)"""
     join: Annotated[str | None, optional("HOST:PORT")] = None
     """join the elastic run at this rendezvous"""
+    chaos: Annotated[float | None, optional("SECONDS")] = None
+    """kill a process of an elastic run now and then, on average after this time, to see that it goes on"""
     resume_flag: str = "--resume"
     """argument added to the program's arguments in a restart; empty to add none"""
     port: Annotated[int | None, optional("INT")] = None
@@ -101,6 +103,8 @@ def check(options: Options) -> None:
         raise ValueError(f"--restart is {options.restart}: expected a number of restarts, 0 for none.")
     if options.port is not None and not 0 < options.port < 65536:
         raise ValueError(f"--port is {options.port}: expected 1 to 65535.")
+    if options.chaos is not None and (options.chaos <= 0 or not goes_on(options)):
+        raise ValueError("--chaos takes seconds above 0, in an elastic run: add --elastic.")
     if options.min_members < 1:
         raise ValueError(f"--min-members is {options.min_members}: expected at least 1.")
     if options.rendezvous and options.join:

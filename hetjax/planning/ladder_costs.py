@@ -116,6 +116,10 @@ class PriceList:
         """The list with one more rung."""
         return replace(self, prices={**self.prices, rung: price})
 
+    def only(self, rungs: Sequence[int]) -> PriceList:
+        """The list of these rungs; one that has no price yet gets a guess."""
+        return replace(self, prices={rung: self.prices.get(rung, self.guess(rung)) for rung in rungs})
+
     def guess(self, rung: int) -> float:
         """Estimate the price of a rung that was not measured.
 

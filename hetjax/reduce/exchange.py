@@ -9,7 +9,8 @@ network and adding overlap. All processes add the same numbers in the same order
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+import math
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -23,6 +24,7 @@ Run = tuple[int, int, int]  # (part, start, stop)
 Frames = Sequence[Any]
 Read = Callable[[Frames, int, int], Runs]
 
+FRAME = 2**22  # elements, or bytes, of one frame of a long message
 _TAIL = 0  # number of the message with the tail; pieces follow
 
 
@@ -40,6 +42,7 @@ class SumExchange:
         self.channel, self.process = channel, process
         self.runs, self.dtype = runs, np.dtype(dtype)
         self.owners = [process] * len(runs)  # of each piece
+        self.seconds: dict[int, int] = {}  # of pieces with a second holder, which adds the same sums
         self.same_host: SameHost | None = None
         self.cut: frozenset[int] = frozenset()  # pieces whose sums travel in another form than they have
         self._sent: dict[int, list[Any]] = {}  # trackers of results, whose buffers are used again
@@ -48,7 +51,12 @@ class SumExchange:
     def share_memory(self) -> None:
         """Let processes of one host exchange pieces in shared memory; all processes call this."""
         sizes = [sum(stop - start for _, start, stop in piece) for piece in self.runs]
-        self.same_host = SameHost(sizes, self.dtype)
+        self.same_host = SameHost(sizes, self.dtype, turns=2 if self.seconds else 1)
+
+    def follow(self, process: int) -> None:
+        """Go on as this process of another membership."""
+        self.process, self.same_host = process, None
+        self._sent.clear()  # to members that are gone
 
     @property
     def _near(self) -> Container[int]:
@@ -57,8 +65,12 @@ class SumExchange:
 
     @property
     def own(self) -> list[int]:
-        """The pieces of this process."""
-        return [k for k, owner in enumerate(self.owners) if owner == self.process]
+        """The pieces whose sums this process adds."""
+        return [k for k in range(len(self.owners)) if self.process in self.holders(k)]
+
+    def holders(self, k: int) -> list[int]:
+        """The processes that add the sums of a piece; the first is the owner, whose result counts."""
+        return [self.owners[k], *([self.seconds[k]] if k in self.seconds else [])]
 
     def runs_of(self, parts: Sequence[np.ndarray], k: int) -> Runs:
         """The runs of a piece in the parts of a vector."""
@@ -79,15 +91,18 @@ class SumExchange:
         with profiling.phase("send"):
             for peer in listeners:
                 self.channel.send(peer, _TAIL, [tail])
-            for k, owner in enumerate(self.owners if parts is not None else ()):
-                if owner != self.process:
-                    assert parts is not None
-                    frames = self.runs_of(parts, k) if frames_of is None else frames_of(k)
-                    if owner in self._near and k not in self.cut:
-                        assert self.same_host is not None
-                        np.concatenate(frames, out=self.same_host.sums(k))
-                        frames = []
-                    self.channel.send(owner, 1 + k, frames)
+            for k in range(len(self.owners) if parts is not None else 0):
+                holders = [holder for holder in self.holders(k) if holder != self.process]
+                if not holders:
+                    continue
+                assert parts is not None
+                frames = self.runs_of(parts, k) if frames_of is None else frames_of(k)
+                near = [holder for holder in holders if holder in self._near and k not in self.cut]
+                if near:
+                    assert self.same_host is not None
+                    np.concatenate(frames, out=self.same_host.sums(k, self.channel.round))
+                for holder in holders:
+                    self.channel.send(holder, 1 + k, [] if holder in near else frames)
 
     def tail(self, own: np.ndarray | None, senders: Sequence[int]) -> np.ndarray:
         """The sum of all tails, in process order; `own`: None for a process that sends none."""
@@ -176,9 +191,9 @@ class SumExchange:
         if frames:
             return [self._read(frame) for frame in frames]
         assert self.same_host is not None
-        place = self.same_host.sums if what == "sums" else self.same_host.result
-        cuts = np.cumsum([stop - start for _, start, stop in self.runs[k]])[:-1]
-        return np.split(place(k, peer), cuts)
+        memory = self.same_host
+        place = memory.sums(k, self.channel.round, peer) if what == "sums" else memory.result(k, peer)
+        return np.split(place, np.cumsum([stop - start for _, start, stop in self.runs[k]])[:-1])
 
     def vector_sum(self, own: np.ndarray, members: Sequence[int]) -> np.ndarray:
         """The sum of a short float64 vector over these processes, in process order; all of them call this."""
@@ -200,6 +215,14 @@ class SumExchange:
         """The frames that a process tells this one in this round."""
         return self.channel.receive(sender, 3 + 2 * len(self.owners))
 
+    def heard_arrays(self, sender: int, like: Sequence[Any]) -> list[np.ndarray]:
+        """Arrays of these shapes and dtypes, of which a process tells this one the `chunks` of their bytes."""
+        frames, found = iter(self.heard_all(sender)), []
+        for x in like:
+            parts = [next(frames) for _ in range(0, math.prod(x.shape) * x.dtype.itemsize, FRAME)]
+            found.append(np.frombuffer(b"".join(parts), x.dtype).reshape(x.shape))
+        return found
+
     def heard(self, sender: int) -> np.ndarray:
         """The vector that a process tells this one in this round."""
         return self._read(self.heard_all(sender)[0]).copy()
@@ -220,6 +243,18 @@ class SumExchange:
 
     def _read(self, frame: memoryview) -> np.ndarray:
         return np.frombuffer(frame, self.dtype)
+
+
+def chunks(arrays: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
+    """The frames of long arrays."""
+    for array in arrays:
+        for start in range(0, len(array), FRAME):
+            yield array[start : start + FRAME]
+
+
+def as_bytes(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The memory of arrays as flat bytes."""
+    return [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in arrays]
 
 
 def sum_of_squares(runs: Sequence[np.ndarray]) -> float:

@@ -16,10 +16,11 @@ from hetjax import processes, profiling
 from hetjax.devices.compile import compile_for, expected
 from hetjax.devices.workers import Workers
 from hetjax.reduce.base import OnDemand, Replicas
-from hetjax.reduce.exchange import SumExchange, level_of, sum_of_squares
+from hetjax.reduce.exchange import SumExchange, as_bytes, chunks, level_of, sum_of_squares
 from hetjax.reduce.finite import NONFINITE
 from hetjax.reduce.layout import HOST_SLOTS, MANY, SLOTS, Layout, Parts, StepReport
-from hetjax.reduce.slices import Piece, assign, cut
+from hetjax.reduce.sliced_update import data_of, value_like
+from hetjax.reduce.slices import Piece, assign, cut, seconds, shares
 from hetjax.reduce.update import Update
 from hetjax.sampling.order import PlannedStep
 from hetjax.state import State
@@ -38,12 +39,15 @@ class HostSums:
         layout: the layout of their sums.
         pieces: how the vector of gradients is divided.
         share_P: share of each process in the pieces.
+        holders: processes that update each piece, 1 or 2.
     """
 
     name = "host"
     all_take_part = False  # also processes without samples that own nothing
 
-    def __init__(self, workers: Workers, layout: Layout, pieces: Sequence[Piece], share_P: np.ndarray):
+    def __init__(
+        self, workers: Workers, layout: Layout, pieces: Sequence[Piece], share_P: np.ndarray, holders: int = 1
+    ):
         self.workers, self.layout, self.me, self.pieces = workers, layout, workers.process, pieces
         self.everyone = sorted(set(workers.process_W.tolist()))
         small, last = layout.grad_sizes[-1], len(layout.sizes) - 1
@@ -52,17 +56,27 @@ class HostSums:
         runs = [piece.runs for piece in pieces] + ([((last, small, small + state),)] if state else [])
         link = processes.link()
         assert link is not None
+        self.all_take_part = workers.elastic > 0
+        self.holders = holders
         self.exchange = SumExchange(link.channel(), self.me, runs, layout.dtype)
         self.own(share_P)
 
     def own(self, share_P: np.ndarray) -> None:
         """Set the owners of the pieces; the sums of the model state go to the first of them."""
         owners = assign([piece.size for piece in self.pieces], share_P) or [int(np.argmax(share_P))]
-        self.owners = sorted(set(owners))
+        self.exchange.seconds = seconds(owners[: len(self.pieces)], share_P) if self.holders > 1 else {}
+        self.owners = sorted({*owners, *self.exchange.seconds.values()})
         self.exchange.owners = [
             *owners[: len(self.pieces)],
-            *([self.owners[0]] if self.state_piece is not None else []),
+            *([owners[0]] if self.state_piece is not None else []),
         ]
+
+    def follow(self, workers: Workers, share_P: np.ndarray) -> None:
+        """Go on with the processes of another membership, whose exchanges start from round 0."""
+        self.workers, self.me = workers, workers.process
+        self.everyone = sorted(set(workers.process_W.tolist()))
+        self.exchange.follow(self.me)
+        self.own(share_P)
 
     # -- who takes part --
 
@@ -144,6 +158,8 @@ class HostReplicated(HostSums):
     def __init__(self, workers: Workers, layout: Layout, update: Update, core: Any, share_P: np.ndarray):
         super().__init__(workers, layout, cut(layout.places, "elements"), share_P)
         self.update, self.lead = update, workers.own[0]
+        self.before: Any = None  # where members may be lost: the core before the last step, until all have made it
+        self.room = 1.0
         self._totals = [np.zeros(size, layout.dtype) for size in layout.sizes]
         self._apply = None if update.finish is None else self._compiled(core)
 
@@ -159,7 +175,8 @@ class HostReplicated(HostSums):
 
         with expected():
             arguments = jax.tree.map(spec, core), parts, level
-            return compile_for(apply, arguments, [self.lead], donate=self.update.donate)[0]
+            donate = () if self.workers.elastic else self.update.donate
+            return compile_for(apply, arguments, [self.lead], donate=donate)[0]
 
     def __call__(
         self, core: Any, parts_w: Sequence[Parts], slots_w: Sequence[list[float]], step: PlannedStep
@@ -171,6 +188,8 @@ class HostReplicated(HostSums):
         others = [process for process in self.everyone if process != self.me]
         exchange.send(parts, tail, others)
         tail = exchange.tail(tail, self.everyone)
+        self.before = None  # all have what this step starts from
+        before = core
         level, mine = 0.0, exchange.own
         for k in mine:
             runs = exchange.total(k, parts, senders)
@@ -192,7 +211,35 @@ class HostReplicated(HostSums):
             with profiling.phase("update"):
                 core, flag = self._apply(core, tuple(self._totals), np.asarray(level, self.layout.dtype))
                 bad = bool(flag)
-        return core, self.report_bad(tail, level, bad, parts_w, self.everyone)
+        tail = self.report_bad(tail, level, bad, parts_w, self.everyone)
+        self.before = before if self.workers.elastic else None
+        return core, tail
+
+    def held(self, core: Any, made: int) -> None:
+        """There are no pieces: every process has the whole state."""
+
+    def settle(
+        self, core: Any, workers: Workers, room_P: np.ndarray, pieces: Any, fresh: Sequence[int], have_K: Any
+    ) -> Any:
+        """Go on with the processes of another membership; see `HostSharded.settle`."""
+        if workers.process not in fresh:
+            self.before = None
+        self.follow(workers, shares(np.ones(len(room_P))))
+        self.exchange.share_memory()
+        stale = [process for process in self.everyone if process not in fresh]
+        leaves, tree = jax.tree.flatten(core)
+        source = min(fresh)
+        if stale and self.me == source:
+            for process in stale:
+                self.exchange.tell([process], *chunks(as_bytes([np.asarray(data_of(x)) for x in leaves])))
+        elif self.me in stale:
+            like = [jax.eval_shape(data_of, x) for x in leaves]
+            values = self.exchange.heard_arrays(source, like)
+            made = [value_like(value, x) for value, x in zip(values, jax.eval_shape(lambda: leaves), strict=True)]
+            core = jax.device_put(jax.tree.unflatten(tree, made), SingleDeviceSharding(self.lead))
+        self.exchange.end()
+        self.before = None
+        return core
 
     def _store(self, k: int, runs: Sequence[Any]) -> None:
         with profiling.phase("store"):

@@ -26,10 +26,10 @@ _ROUNDS = 3  # after one warm-up round
 def agreed_granularity(optimizer: optax.GradientTransformation, params: Tree) -> Granularity:
     """How finely the optimizer can be sliced; process 0 finds out, on its host, for all processes."""
     found: Granularity | None = None
-    if processes.first():
+    if processes.first() or processes.elastic():  # a member that joins later finds the same
         with jax.default_device(host_device()):
             found = granularity(optimizer, trainable(params))
-    return processes.gather(found)[0]
+    return processes.gather(found)[0] if found is None or not processes.elastic() else found
 
 
 def host_device() -> jax.Device:

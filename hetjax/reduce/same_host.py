@@ -34,13 +34,14 @@ class SameHost:
     Args:
         sizes: elements of each piece.
         dtype: their dtype.
+        turns: 2 where a sender may start its next round while another process still reads its sums of this one.
     """
 
-    def __init__(self, sizes: Sequence[int], dtype: np.dtype):
-        self.sizes, self.dtype = list(sizes), dtype
+    def __init__(self, sizes: Sequence[int], dtype: np.dtype, turns: int = 1):
+        self.sizes, self.dtype, self.turns = list(sizes), dtype, turns
         self._starts = np.concatenate([[0], np.cumsum([_aligned(size, dtype) for size in sizes])]).astype(int)
         token = secrets.token_bytes(16)
-        self._own, descriptor = _created(_PAGE + 2 * int(self._starts[-1]) * dtype.itemsize, token)
+        self._own, descriptor = _created(_PAGE + (1 + turns) * int(self._starts[-1]) * dtype.itemsize, token)
         network = _network()
         table = processes.gather([os.getpid(), descriptor, token.hex(), network])
         me = processes.index()
@@ -54,13 +55,14 @@ class SameHost:
         if descriptor:
             os.close(descriptor)
 
-    def sums(self, k: int, sender: int | None = None) -> np.ndarray:
-        """The place of a piece of sums, in the memory of this process or of a sender."""
-        return self._at(sender, int(self._starts[k]), self.sizes[k])
+    def sums(self, k: int, round_: int, sender: int | None = None) -> np.ndarray:
+        """The place of a piece of sums of a round, in the memory of this process or of a sender."""
+        turn = 1 + round_ % self.turns
+        return self._at(sender, int(turn * self._starts[-1] + self._starts[k]), self.sizes[k])
 
     def result(self, k: int, owner: int | None = None) -> np.ndarray:
         """The place of the result of a piece, in the memory of this process or of its owner."""
-        return self._at(owner, int(self._starts[-1] + self._starts[k]), self.sizes[k])
+        return self._at(owner, int(self._starts[k]), self.sizes[k])
 
     def _at(self, process: int | None, start: int, size: int) -> np.ndarray:
         memory = self._own if process is None else self._read[process]

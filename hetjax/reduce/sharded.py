@@ -10,8 +10,7 @@ others, and gets parameters when it is to compute again.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,11 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetjax import profiling
+from hetjax import processes, profiling
 from hetjax.devices.compile import compile_for, expected
 from hetjax.devices.workers import Workers, device_kind
 from hetjax.reduce.base import OnDemand, Replicas
-from hetjax.reduce.exchange import Runs, level_of, sum_of_squares
+from hetjax.reduce.exchange import FRAME, Runs, as_bytes, chunks, level_of, sum_of_squares
 from hetjax.reduce.finite import NONFINITE
 from hetjax.reduce.host import BAD, LEVEL, HostSums
 from hetjax.reduce.layout import SLOTS, Layout, Parts, StepReport
@@ -86,14 +85,24 @@ class HostSharded(HostSums):
         limit_P: np.ndarray,
         device: jax.Device,
     ):
-        self.rule, self.device, self.limit_P = rule, device, limit_P
+        self.rule, self.device, self.limit_P, self.room = rule, device, limit_P, float(limit_P[workers.process])
         self.rate_P, self.share_P, self._since = rate_P, shares(rate_P, limit_P), 0
         self._used_P = np.ones(len(rate_P), bool)  # processes that are not on the bench
         params, model_state, *_ = core
         self.trained = jax.eval_shape(lambda: trainable(params))
         self.constants = with_trained(params, jax.tree.map(lambda x: np.zeros(0, x.dtype), self.trained))
         self.slices = StateSlices(rule.optimizer, self.trained, rule.granularity)
-        super().__init__(workers, layout, cut(layout.places, rule.granularity), self.share_P)
+        link = processes.link()
+        assert link is not None
+        pieces = cut(layout.places, rule.granularity)
+        super().__init__(workers, layout, pieces, self.share_P, holders=getattr(link, "holders", 1))
+        self.may_sit_out = not workers.elastic
+        # Where members may be lost: what the step before started from, until all have made it; the pieces that were
+        # updated in a step that has not ended; and those that this process may still have to give to another holder.
+        self.before: HostCore | None = None
+        self.updated: dict[int, OwnedPiece] = {}
+        self.spare: dict[int, OwnedPiece] = {}
+        self._given: Any = None  # the whole state that this process started from
         self._plain = range(len(self.pieces))  # pieces whose results have their runs
         self._buffers = [[_aligned(n, layout.dtype) for n in layout.grad_sizes] for _ in range(2)]
         self._programs: dict[int, PieceProgram] = {}
@@ -105,21 +114,30 @@ class HostSharded(HostSums):
 
     def place(self, core: Any) -> HostCore:
         """The core of this process: parameters, and the state of its own pieces."""
-        params, model_state, opt_state, ema = core
+        params, model_state, *_ = self._given = core
         vector = self._buffers[0]
         self._flatten(trainable(params), vector)
-        averages = None if ema is None else [np.empty_like(part) for part in vector]
-        if averages is not None:
-            self._flatten(trainable(ema), averages)
-        owned = {}
-        for k in self._own_pieces():
-            piece = self.pieces[k]
-            mine = None if averages is None else _runs(averages, piece)
-            owned[k] = self._program(k).place(OwnedPiece(self.slices.cut(opt_state, piece.ranges), mine))
-            if self.has_masters:
-                owned[k].masters = [run.copy() for run in _runs(vector, piece)]
         model_state = jax.tree.map(np.asarray, model_state)
-        return HostCore(vector, model_state, owned, frozenset(self.everyone))
+        placed = HostCore(vector, model_state, {}, frozenset(self.everyone))
+        if self.workers.elastic:  # owners are known when the members have met
+            self.before, self.updated, self.spare = None, {}, {}
+            return placed
+        owned = {k: self._cut_out(k) for k in self._own_pieces()}
+        for k, mine in owned.items() if self.has_masters else ():
+            mine.masters = [run.copy() for run in _runs(vector, self.pieces[k])]
+        self._given = None
+        return replace(placed, owned=owned)
+
+    def _cut_out(self, k: int) -> OwnedPiece:
+        """A piece of the state that this process started from."""
+        *_, opt_state, ema = self._given
+        piece, average = self.pieces[k], None
+        if ema is not None:
+            vector = [np.empty(size, self.layout.dtype) for size in self.layout.grad_sizes]
+            self._flatten(trainable(ema), vector)
+            average = _runs(vector, piece)
+        with expected():
+            return self._program(k).place(OwnedPiece(self.slices.cut(opt_state, piece.ranges), average))
 
     def like(self, core: HostCore, leaves: Sequence[np.ndarray]) -> HostCore:
         """A core with other parameters and model state, in the other buffer."""
@@ -173,20 +191,22 @@ class HostSharded(HostSums):
         frames_of = None if parts is None else partial(self._frames, parts, step)
         exchange.send(parts, tail, [process for process in involved if process != self.me], frames_of)
         tail = exchange.tail(tail, involved)
+        self.before, self.spare, self._given = None, {}, None  # all have what this step starts from
         values = tail[: self.layout.values]
         loss, weight = float(values[0]), float(values[1])
         level = level_of([values], sum_of_squares([values]))
         if level >= NONFINITE or not weight > 0:  # known to all before anything else is sent
             self._drain(senders)
             self._end(step, applied=False)
-            return core, self.report_bad(tail, level, False, parts_w, involved)
+            tail = self.report_bad(tail, level, False, parts_w, involved)
+            return self._made(core, core), tail
         total = partial(self._total, parts, step, senders)
         totals = {k: total(k) for k in self._own_pieces()} if self.rule.clip_norm else {}
         scale = self._scale(totals, weight) if self.rule.clip_norm else 1.0
         new = self._buffers[core.vector is self._buffers[0]]
         owned, bad, model_state = dict(core.owned), False, core.model_state
         sent: Sequence[Any]
-        for k in exchange.own:
+        for k in sorted(exchange.own, key=lambda k: exchange.owners[k] != self.me):  # others wait for the own ones
             runs = totals[k] if k in totals else total(k)
             with profiling.phase("check"):
                 own_level = level_of(runs, sum_of_squares(runs))
@@ -198,6 +218,9 @@ class HostSharded(HostSums):
                     params, owned[k], wrong = self._programs[k](
                         self._before_update(core, k), core.owned[k], runs, weight, loss, scale, own_level
                     )
+                self.updated[k] = owned[k]
+                if exchange.owners[k] != self.me:
+                    continue
                 header = np.array([own_level, wrong])
                 sent = self._store_own(new, core, owned, k, params)
             exchange.publish(k, header, sent, involved, like_sums=k in self._plain)
@@ -215,8 +238,14 @@ class HostSharded(HostSums):
         tail = self.report_bad(tail, level, bad, parts_w, involved)
         self._end(step, applied=level < NONFINITE and not bad)
         if level >= NONFINITE or bad:  # the old core is intact
-            return core, tail
-        return HostCore(new, model_state, owned, frozenset(involved)), tail
+            return self._made(core, core), tail
+        return self._made(core, HostCore(new, model_state, owned, frozenset(involved))), tail
+
+    def _made(self, before: HostCore, core: HostCore) -> HostCore:
+        """The core after a step; where members may be lost, the one before it is kept until all have made the step."""
+        self.updated = {}
+        self.before = before if self.workers.elastic else None
+        return core
 
     # -- the form in which pieces travel: as they are (`HostCut` overrides these) --
 
@@ -248,7 +277,7 @@ class HostSharded(HostSums):
 
     def _scale(self, totals: dict[int, Runs], weight: float) -> float:
         """The factor of clipping by the global norm, from the sums of squares of all owners."""
-        own = sum(sum_of_squares(runs) for runs in totals.values())
+        own = sum(sum_of_squares(runs) for k, runs in totals.items() if self.exchange.owners[k] == self.me)
         norm = (
             float(self.exchange.vector_sum(np.array([own]), self.owners)[0]) ** 0.5 / weight
             if self.me in self.owners
@@ -282,14 +311,14 @@ class HostSharded(HostSums):
         flat, tree = jax.tree.flatten(core.model_state)
         if self.me == source:
             for process in stale:
-                self.exchange.tell([process], *_chunks(core.vector), *flat)
+                self.exchange.tell([process], *chunks(core.vector), *flat)
         elif self.me in stale:
             vector = self._buffers[core.vector is self._buffers[0]]
             frames = self.exchange.heard_all(source)
             at = 0
             for part in vector:
-                for start in range(0, len(part), _FRAME):
-                    part[start : start + _FRAME] = np.frombuffer(frames[at], self.layout.dtype)
+                for start in range(0, len(part), FRAME):
+                    part[start : start + FRAME] = np.frombuffer(frames[at], self.layout.dtype)
                     at += 1
             state = [np.frombuffer(f, x.dtype).reshape(x.shape) for f, x in zip(frames[at:], flat, strict=True)]
             core = replace(core, vector=vector, model_state=jax.tree.unflatten(tree, state))
@@ -445,20 +474,49 @@ class HostSharded(HostSums):
     def _shared(self, owner: int, own: list[np.ndarray] | None, like: Sequence[Any]) -> list[np.ndarray]:
         """Arrays of one process in all processes."""
         if own is not None:
-            self.exchange.tell([process for process in self.everyone if process != self.me], *_chunks(_bytes(own)))
-        found = own if own is not None else self._heard(owner, like)
+            self.exchange.tell([process for process in self.everyone if process != self.me], *chunks(as_bytes(own)))
+        found = own if own is not None else self.exchange.heard_arrays(owner, like)
         self.exchange.end()
         return found
 
-    def _heard(self, owner: int, like: Sequence[Any]) -> list[np.ndarray]:
-        """Arrays of these kinds that a process tells this one."""
-        frames, found = iter(self.exchange.heard_all(owner)), []
-        for x in like:
-            size, chunks = math.prod(x.shape) * x.dtype.itemsize, []
-            for _ in range(0, size, _FRAME):
-                chunks.append(next(frames))
-            found.append(np.frombuffer(b"".join(chunks), x.dtype).reshape(x.shape))
+    # -- other members --
+
+    def held(self, core: HostCore, made: int) -> dict[int, Mapping[int, OwnedPiece]]:
+        """The pieces of the optimizer state that this process has, by the number of steps they have been through."""
+        if self._given is not None:
+            return {made: _Lazy(range(len(self.pieces)), self._cut_out)}
+        found: dict[int, Mapping[int, OwnedPiece]] = {made: {**self.spare, **core.owned}, made + 1: self.updated}
+        if self.before is not None:
+            found[made - 1] = dict(self.before.owned)
         return found
+
+    def settle(
+        self, core: HostCore, workers: Workers, room_P: np.ndarray, pieces: Mapping[int, OwnedPiece],
+        fresh: Sequence[int], have_K: Sequence[Collection[int]],
+    ) -> HostCore:  # fmt: skip
+        """Go on with the processes of another membership; collective.
+
+        Args:
+            core: what this process has; of another step unless it is among the fresh ones.
+            workers: the workers.
+            room_P: see `limit_P`.
+            pieces: the pieces that this process has, of the step that all go on from.
+            fresh: processes that have the parameters of that step.
+            have_K: processes that have each piece.
+        """
+        number = len(room_P)
+        self.limit_P, self.rate_P, self._since = room_P, np.ones(number), 0
+        self._used_P, self.share_P = np.ones(number, bool), shares(self.rate_P, room_P)
+        self.follow(workers, self.share_P)
+        self.exchange.share_memory()
+        if self.me not in fresh:
+            self.before = None  # its buffer is taken
+        core = self._refreshed(core := replace(core, fresh=frozenset(fresh)), self._stale(core))
+        core = self.moved(core, pieces, have_K)
+        if self.me not in fresh:
+            self._given = None
+        self.before, self.updated, self.spare = None, {}, {} if self._given is not None else dict(pieces)
+        return core
 
     # -- other owners --
 
@@ -503,19 +561,30 @@ class HostSharded(HostSums):
 
     def hand_over(self, core: HostCore, share_P: np.ndarray) -> HostCore:
         """Give pieces to other owners, with the state of their optimizer; collective."""
-        before, owned = self.exchange.owners, dict(core.owned)
+        have_K = [set(self.exchange.holders(k)) for k in range(len(self.pieces))]
         self.own(share_P)
         core = self._refreshed(core, [process for process in self.owners if process not in core.fresh])
+        return self.moved(core, core.owned, have_K)
+
+    def moved(self, core: HostCore, pieces: Mapping[int, OwnedPiece], have_K: Sequence[Collection[int]]) -> HostCore:
+        """Give every holder of a piece the state of its optimizer; collective.
+
+        Args:
+            core: parameters and model state.
+            pieces: those that this process has.
+            have_K: the processes that have each piece; the first of them gives it to holders that do not.
+        """
+        owned = {k: pieces[k] for k in self._own_pieces() if k in pieces}
         for k, piece in enumerate(self.pieces):
-            old, new = before[k], self.exchange.owners[k]
-            if old == new:
+            old, new = min(have_K[k]), [holder for holder in self.exchange.holders(k) if holder not in have_K[k]]
+            if not new:
                 continue
             if self.me == old:
-                mine = owned.pop(k)
+                mine = pieces[k]
                 leaves = map(data_of, jax.tree.leaves(mine.opt_state))
                 arrays = [np.asarray(x) for x in (*leaves, *(mine.ema or []), *(mine.masters or []))]
-                self.exchange.tell([new], *_chunks(_bytes(arrays)))
-            elif self.me == new:
+                self.exchange.tell(new, *chunks(as_bytes(arrays)))
+            elif self.me in new:
                 program = self._program(k)
                 like, tree = jax.tree.flatten(program.state_like)
                 runs = [jax.ShapeDtypeStruct((stop - start,), self.layout.dtype) for _, start, stop in piece.runs]
@@ -524,7 +593,7 @@ class HostSharded(HostSums):
                     *(runs if self.rule.ema_decay is not None else []),
                     *(runs if self.has_masters else []),
                 ]
-                values = self._heard(old, kinds)
+                values = self.exchange.heard_arrays(old, kinds)
                 state = [value_like(value, x) for value, x in zip(values, like, strict=False)]
                 rest = values[len(like) :]
                 masters = [rest.pop() for _ in runs][::-1] if self.has_masters else None
@@ -534,20 +603,25 @@ class HostSharded(HostSums):
         return replace(core, owned=owned)
 
 
+class _Lazy(Mapping[int, OwnedPiece]):
+    """Pieces that are made when they are read."""
+
+    def __init__(self, keys: Sequence[int], make: Callable[[int], OwnedPiece]):
+        self._keys, self._make = keys, make
+
+    def __getitem__(self, k: int) -> OwnedPiece:
+        return self._make(k)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
 _LEARNED = 0.2  # weight of a step in the average of speeds
 _SETTLED = 16  # steps between looks at the owners
 _WORTH = 1.2  # how much longer the exchange has to take than with other owners
-_FRAME = 2**22  # elements, or bytes, of one frame of a long message
-
-
-def _chunks(arrays: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
-    for array in arrays:
-        for start in range(0, len(array), _FRAME):
-            yield array[start : start + _FRAME]
-
-
-def _bytes(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    return [np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in arrays]
 
 
 def _runs(vector: Sequence[np.ndarray], piece: Piece) -> Runs:

@@ -74,6 +74,14 @@ def assign(sizes: Sequence[int], share_P: np.ndarray) -> list[int]:
     return np.minimum(np.searchsorted(bounds, middles), len(bounds) - 1).tolist()
 
 
+def seconds(owners: Sequence[int], share_P: np.ndarray) -> dict[int, int]:
+    """The second holder of each piece: the next process with a share, so that the loss of one loses no piece."""
+    using = [p for p, share in enumerate(share_P) if share > 0]
+    others = using if len(using) > 1 else list(range(len(share_P)))
+    following = lambda owner: min((p for p in others if p > owner), default=min(others))
+    return {k: following(owner) for k, owner in enumerate(owners) if following(owner) != owner}
+
+
 def _piece(stored: list[int], starts: list[int], places: Sequence[Place], start: int, stop: int) -> Piece:
     """The piece from `start` to `stop` of the vector."""
     ranges = [

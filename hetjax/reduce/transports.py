@@ -184,7 +184,8 @@ def _between_hosts(
     if rule is None or options.update == "replicated":  # wire 'auto' is float32 then
         placed = _private_copy(jax.device_put(core, SingleDeviceSharding(workers.own[0])))
         replicated = HostReplicated(workers, layout, update, placed, shares(rate_P))
-        replicated.exchange.share_memory()
+        if rule is None or not workers.elastic:  # otherwise when the members have met
+            replicated.exchange.share_memory()
         return replicated, placed
     rule_of_slices = ShardedRule(
         rule.optimizer, rule.advance, rule.ema_decay, rule.clip_norm, agreed_granularity(rule.optimizer, core[0])
@@ -193,7 +194,8 @@ def _between_hosts(
     given = workers, layout, rule_of_slices, core, rate_P, limit_P, update_device(options, workers)
     if options.wire == "float32":
         reduce = HostSharded(*given)
-        reduce.exchange.share_memory()
+        if not workers.elastic:
+            reduce.exchange.share_memory()
     else:
         reduce = HostCut(options.wire, *given, left_over=more.get("left_over") if isinstance(more, dict) else None)
     if options.delay:

@@ -7,9 +7,11 @@ import pytest
 from tiny_problem import loss_fn, source
 
 import hetjax
+from hetjax.__main__ import main
 from hetjax.cli import compile as command
 from hetjax.cli.compile import compiled, maker
 from hetjax.devices import targets
+from hetjax.devices.compile import compile_for, recorded
 from hetjax.devices.targets import Target, target
 from hetjax.devices.workers import device_kind
 
@@ -72,6 +74,38 @@ def test_too_many_programs_make_the_command_fail(devices, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "loop over 16 rows" in printed
     assert "Before the first step" in printed
+
+
+def test_small_microbatches_do_not_show_what_a_row_takes_on_a_tpu(devices, monkeypatch):
+    """They fit into the chip's own memory, which the compiler does not count."""
+    monkeypatch.setattr("hetjax.engines.chunked.on_cpu", lambda kind: False)
+    assert compiled(target("v5e"), make, "chunked", devices).most_rows is None
+
+
+def test_a_donated_buffer_that_is_not_reused_is_a_problem():
+    with recorded() as programs, pytest.warns(UserWarning, match="donated buffers were not usable"):
+        compile_for(
+            lambda x: x[1:], (jax.ShapeDtypeStruct((8,), np.float32),), jax.devices()[:1], (0,), "a shorter copy"
+        )
+    assert list(command._problems(programs[0], 2**30)) == [
+        "the program 'a shorter copy' reuses 0 of 1 donated buffers."
+    ]
+
+
+@pytest.mark.parametrize("broken", ["a problem", "the compiler"])
+def test_the_command_fails_with_an_exit_code(broken, devices, monkeypatch, capsys):
+    def compiled(*args):
+        if broken == "the compiler":
+            raise jax.errors.JaxRuntimeError("INTERNAL: the compiler gave up")
+        return command.Report("looped", [], None, ["the program 'x' reuses 0 of 1 donated buffers."])
+
+    monkeypatch.setattr(command, "compiled", compiled)
+    if broken == "the compiler":  # with its traceback
+        with pytest.raises(jax.errors.JaxRuntimeError):
+            main(["compile", "--target", "T4"])
+    else:
+        assert main(["compile", "--target", "T4"]) == 1
+        assert "T4, cnn, looped: the program 'x' reuses 0 of 1 donated buffers." in capsys.readouterr().err
 
 
 def test_names_that_do_not_exist_are_answered_with_those_that_do(tmp_path):

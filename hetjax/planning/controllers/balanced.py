@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -242,6 +243,11 @@ class Balanced(ControllerBase[BalancedState]):
         super()._reset(workers)
         self._bucket: int | None = None
         self._of_bucket: dict[int, dict[str, Any]] = {}  # what `_switch` has put aside
+
+    def follow(self, state: Mapping[str, Any], kept_W: Sequence[int | None]) -> None:
+        """See `ControllerBase`; a trial ends with the worker it was about."""
+        tried = state["tried"]
+        super().follow({**state, "tried": kept_W.index(tried) if tried in kept_W else -1}, kept_W)
 
     def _switch(self, bucket: int) -> None:
         """Put the counts of the last step's bucket aside, and go on with those of this one.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
@@ -13,6 +13,7 @@ import numpy as np
 
 from hetjax.arguments import whole
 from hetjax.plain_state import from_plain, to_plain
+from hetjax.planning.controllers.members import followed
 from hetjax.planning.limits import Limits
 from hetjax.planning.rounding import allowed, largest_remainder
 
@@ -184,6 +185,11 @@ class ControllerBase(ABC, Generic[StateT]):
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state as plain JSON values."""
         return {"controller": self.name} | to_plain(self.state)
+
+    def follow(self, state: Mapping[str, Any], kept_W: Sequence[int | None]) -> None:
+        """Continue from a `state_dict` with other workers; see `hetjax.planning.controllers.members`."""
+        self._reset(len(kept_W))
+        self.load_state_dict(followed(state, self.state_dict(), kept_W))
 
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
         """Continue from a `state_dict`. The first plan for another number of workers resets the controller.
