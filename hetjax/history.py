@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hetjax.devices.compile import compiles
+from hetjax.headline import headline
 from hetjax.simulation.speeds import Simulation
 from hetjax.thinning import Thinning
 
@@ -288,21 +289,6 @@ class History:
             "overruns": self.overruns,
             **self.more,
         }
-
-
-def headline(summary: Mapping[str, Any]) -> str:
-    """The most important values of a summary, in words."""
-    formats = {
-        "steps": "{:,} steps",
-        "wall_s": "{:.1f} s",
-        "samples_per_s": "{:,.0f} samples/s",
-        "efficiency": "{:.0%} of the ideal",
-        "final_loss": "loss {:.4g}",
-        "test_accuracy": "test accuracy {:.4f}",
-    }
-    return ", ".join(
-        form.format(summary[name]) for name, form in formats.items() if isinstance(summary.get(name), int | float)
-    )
 
 
 Hook = Callable[[Record, Any], None]  # may also have begin(history) and end(history), called around the steps

@@ -228,6 +228,10 @@ class Step:
 
         Returns:
             The state, with a fresh state of the optimizer, or that of an `nnx.Optimizer` that has made steps.
+
+        Raises:
+            TypeError: if `loss_fn` cannot be called as agreed, or `params` holds something else than arrays.
+            ValueError: if there is nothing to train.
         """
         if is_flax(params):
             raise TypeError(

@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from hetjax.history import headline
+from hetjax.headline import headline
 from hetjax.report.trackers import Row, plain
 
 
