@@ -98,7 +98,7 @@ class Pipeline:
         self.recovery: Any = None  # where members may be lost (`hetjax.recovery`)
         self.last: tuple[PlannedStep, Any] | None = None  # there: the last step made, and its tail
         self._handed_out = -1  # the last step whose report was returned
-        self._ended: float | None = None  # when the sum of the last step was dispatched
+        self.ended: float | None = None  # when the sum of the last step was dispatched
         self._seconds: float | None = None  # between the last two of these; None: not timed
 
     def submit(self, batch: HostBatch, span: Span, plan: Plan) -> Finished | None:
@@ -170,9 +170,9 @@ class Pipeline:
         self._summed, self.made = (running.step, tail), self.made + 1
         if self.recovery is not None:
             self.last = running.step, tail.copy()
-        now, before = time.perf_counter(), self._ended
+        now, before = time.perf_counter(), self.ended
         self._seconds = None if before is None or not running.timed or self._compiling else now - before
-        self._ended = now
+        self.ended = now
 
     def flush(self) -> Finished | None:
         """Complete the running step and return it with its report; None if that was returned before."""
@@ -209,7 +209,7 @@ class Pipeline:
 
     def settled(self, core: Any, made: int) -> None:
         """Go on from a state that all members have."""
-        self.core, self.made, self._ended, self._seconds = core, made, None, None
+        self.core, self.made, self.ended, self._seconds = core, made, None, None
         self.replicas = self.reduce.replicas(core, None)
 
     def state(self, step: int, cursor: int, extent: str = "state") -> State:

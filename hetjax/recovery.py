@@ -76,7 +76,7 @@ class Recovery:
         presets.check_elastic(step)
         self.step, self.link = step, link
         self.pipeline: Pipeline | None = None
-        self.events: list[dict[str, Any]] = []  # changes of the membership
+        self.events: list[dict[str, Any]] = []  # changes of the membership; seconds: since the step before
         self.terms: dict[str, Any] = {}  # of the training loop, the same for all members
         self._new = True  # has not settled with the others yet
         self._kept: dict[int, _Kept] = {}  # by step
@@ -154,8 +154,10 @@ class Recovery:
         """
         assert self.pipeline is not None
         self.pipeline.complete()
+        number = self.link.number
         self.link.leave()
-        raise Left(f"Member {self.link.number} left the run after step {self.pipeline.made}; the others go on.")
+        self.link.close(together=True)
+        raise Left(f"Member {number} left the run after step {self.pipeline.made}; the others go on.")
 
     def go_back(self, lost: StateLost, restore: Callable[[], State]) -> LiveState:
         """Go on from an earlier state, in the same processes and with the same programs.
@@ -206,8 +208,9 @@ class Recovery:
 
     def _settle(self, enter: bool = True) -> None:
         """Go on with the members of the next generation; `enter`: not yet entered."""
-        began, pipeline, before = time.perf_counter(), self.pipeline, self.link.entered
+        pipeline, before = self.pipeline, self.link.entered
         assert pipeline is not None
+        began = pipeline.ended or time.perf_counter()
         wanted, finished = pipeline.next, pipeline.made
         running = pipeline.abandon()
         while True:
@@ -226,8 +229,8 @@ class Recovery:
             numbers = list(generation.numbers)
             self.events.append({"step": pipeline.made, "generation": generation.number, "members": numbers,
                                 "reason": generation.reason, "seconds": round(seconds, 3)})  # fmt: skip
-            log.info("Step %d: generation %d with members %s, after %.2f s. %s", pipeline.made, generation.number,
-                     ", ".join(map(str, numbers)), seconds, generation.reason)  # fmt: skip
+            log.info("Step %d: generation %d with members %s, %.2f s after the step before. %s", pipeline.made,
+                     generation.number, ", ".join(map(str, numbers)), seconds, generation.reason)  # fmt: skip
 
     def _enter(self) -> None:
         if self.link.joins and self.link.generation == 0:

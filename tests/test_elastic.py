@@ -1,7 +1,5 @@
 """Members of an elastic fleet come and go; the run stays the same."""
 
-import threading
-
 import jax
 import numpy as np
 import optax
@@ -10,6 +8,7 @@ from elastic_fleet import Fleet, Killed
 
 import hetjax
 from hetjax import checkpoint
+from hetjax.reduce import slices
 from hetjax.state import gathered
 
 STEPS, BATCH, SAMPLES = 12, 24, 96
@@ -82,28 +81,14 @@ def test_a_lost_member(undisturbed, update, victim):
 
 def test_a_member_leaves_and_one_joins(undisturbed):
     """The leaver finishes its step; the joiner trains from the step at which it came, and its samples are right."""
-    entered = threading.Event()
 
     def hook(link, record, each):
         if link.number == 0 and record.step == 2:
-            fleet.start(joins=True)
-            entered.wait(60)
-        if link.number == 3:
-            entered.set()
+            fleet.join(link)
         if link.number == 1 and record.step == 7:
             each.leave()
 
-    def work(link):
-        device = jax.devices()[link.number]
-        with trainer([device]) as each:
-            if link.number == 3:  # it is in as soon as all others have confirmed it
-                ready, register = link.registration.ready, link.registration
-                register.ready = lambda: (ready(), entered.set())
-            state, history = each.fit(each.init(params()), DATA, steps=STEPS, hooks=[
-                lambda record, state: hook(link, record, each)])  # fmt: skip
-            return jax.tree.map(np.asarray, state), history, each.step.recovery.events
-
-    with Fleet(work, 3) as fleet:
+    with Fleet(lambda link: member(link, hook), 3) as fleet:
         results = fleet.end()
     assert sorted(results) == [0, 2, 3]
     for number in (0, 2):
@@ -217,3 +202,81 @@ def count_down(link, sends):
         return send(*message)
 
     link.send = one
+
+
+def stateful_loss(params, state, batch, keys, mask_b):
+    """Dropout and an average of the inputs, as a model with BatchNorm has."""
+    kept = jax.vmap(lambda key: jax.random.bernoulli(key, 0.8, (8,)))(keys)
+    hidden = jax.numpy.tanh((batch["x"] - state["mean"]) * kept @ params["w"] + params["b"])
+    loss_b = (hidden @ params["v"] - batch["y"]) ** 2
+    sums = {"mean": (batch["x"] * mask_b[:, None]).sum(axis=0)}
+    return loss_b, (sums, mask_b.sum())
+
+
+@pytest.mark.slow
+def test_model_state_moving_average_clipping_and_dropout_survive():
+    """With Adam's state in several pieces, and deaths at several messages."""
+    options = {
+        "batch_size": BATCH,
+        "engine": hetjax.Chunked(rungs=[4, 8]),
+        "ema_decay": 0.9,
+        "clip_norm": 0.5,
+        "seed": 3,
+    }
+
+    def fit(each):
+        state = each.init(params(), {"mean": np.zeros(8, np.float32)})
+        return each.fit(state, DATA, steps=STEPS)
+
+    with hetjax.Trainer(stateful_loss, optax.sgd(0.05, momentum=0.9), devices=jax.devices()[:1], **options) as alone:
+        state, history = fit(alone)
+        there = jax.tree.map(np.asarray, state), history.losses
+
+    def work(link):
+        killing(link, {1: (3, 3), 3: (6, 7), 0: (9, 1)})
+        device = jax.devices()[link.number]
+        with hetjax.Trainer(stateful_loss, optax.sgd(0.05, momentum=0.9), devices=[device], **options) as each:
+            state, history = fit(each)
+            return jax.tree.map(np.asarray, state), history, each.step.recovery.events
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slices, "_SMALLEST", 32)
+        with Fleet(work, 5) as fleet:
+            results = fleet.end()
+    assert sorted(results) == [2, 4]
+    for result in results.values():
+        check(result, there)
+
+
+def test_one_joins_an_own_loop():
+    """It gets the batches by their number; a plain iterator cannot be joined."""
+    batch_of = lambda step: None if step == STEPS else {
+        name: x[step * 8 % SAMPLES : step * 8 % SAMPLES + 8] for name, x in DATA.items()}  # fmt: skip
+    seen = {}
+
+    def work(link):
+        step = hetjax.Step(loss_fn, optax.sgd(0.05), batch_size=8, engine=hetjax.Chunked(rungs=[4, 8]),
+                           devices=[jax.devices()[link.number]])  # fmt: skip
+        with step:
+            state, records = step.init(params()), []
+            if link.number == 3:
+                with pytest.raises(ValueError, match="batch_of"):
+                    step(state, batch_of(0))
+                raise Killed
+            for batch in step.batches(batch_of):
+                state, record = step(state, batch)
+                records += [] if record is None else [record]
+                if link.number == 0 and record is not None and record.step in (2, 5):
+                    fleet.join(link)
+            records.append(step.flush())
+            seen[link.number] = {record.step: record.loss for record in records}
+            return np.asarray(state.params["w"])
+
+    with Fleet(work, 2) as fleet:
+        results = fleet.end()
+    assert set(seen) == {0, 1, 2}
+    assert set(seen[0]) == set(range(1, STEPS + 1)) > set(seen[2])
+    for number in (1, 2):
+        for at, loss in seen[number].items():
+            assert loss == pytest.approx(seen[0][at], rel=1e-6)
+        np.testing.assert_array_equal(results[number], results[0])

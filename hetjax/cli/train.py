@@ -37,6 +37,7 @@ from hetjax.launch.heartbeat import Heartbeat
 from hetjax.nonfinite import NonFiniteError
 from hetjax.presets import Choice, choose
 from hetjax.profiling import Profile
+from hetjax.recovery import Left
 from hetjax.simulation.speeds import Simulation
 from hetjax.state import State
 from hetjax.trainer import Trainer
@@ -76,6 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Stopped as stopped:
         console.print(str(stopped), soft_wrap=True, highlight=False)
         return 130
+    except Left as left:
+        print(left, flush=True)
+        return 0
     except KeyboardInterrupt:
         console.print("Stopped immediately; steps since the last checkpoint are lost.", highlight=False)
         if processes.count() > 1:  # do not wait for the others, which may block in a collective
@@ -215,7 +219,7 @@ def train(
         **setup.exchange_options(config, chosen.sync),
     )
     remaining = lambda state: (steps - state.step) if steps else (epochs * len(task.train) - state.cursor)
-    with trainer, stop_on_signals(trainer.stop) as interrupt:
+    with trainer, stop_on_signals(trainer.stop, trainer.leave if processes.elastic() else None) as interrupt:
         state, totals = initial_state(config, trainer, trainer.init(task.model.params, task.model.model_state), folder)
         row_time = lambda: trainer.simulation and trainer.simulation.row_time
         start = "" if state.step == 0 else f" (resuming after step {state.step})"

@@ -84,6 +84,37 @@ class FeedBatch:
         return rows
 
 
+class NumberedBatch:
+    """The batch of a step, by its number, so that a process that joins a run gets the right one.
+
+    Args:
+        batch_of: step -> batch, counted from 0.
+        number: the step.
+        limit: maximum samples of a batch.
+    """
+
+    def __init__(self, batch_of: Callable[[int], Any], number: int, limit: int):
+        self._batch_of, self.number, self._limit = batch_of, number, limit
+        self._batch: HostBatch | None = None
+
+    def at(self, number: int) -> NumberedBatch:
+        """The batch of another step."""
+        return self if number == self.number else NumberedBatch(self._batch_of, number, self._limit)
+
+    @property
+    def _made(self) -> HostBatch:
+        if self._batch is None:
+            self._batch = as_batch(self._batch_of(self.number), self._limit)
+        return self._batch
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def rows(self, start: int, stop: int) -> Tree | Rows:
+        """Samples [start, stop) of the batch."""
+        return self._made.rows(start, stop)
+
+
 def sample_of(batch: HostBatch, rows: int = 1) -> Tree:
     """The first rows of a batch, to compile for their shapes."""
     return batch.sample() if isinstance(batch, FeedBatch) else batch.rows(0, min(rows, len(batch)))

@@ -48,6 +48,14 @@ class Fleet:
         self.threads.append(thread)
         thread.start()
 
+    def join(self, link, limit=60.0):
+        """Let one more member join, and wait until it is proposed to a member that trains."""
+        before, deadline = len(link.registration.newest.numbers), time.monotonic() + limit
+        self.start(joins=True)
+        while len(link.registration.newest.numbers) <= before and not self.errors:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
     def _run(self, joins):
         register = lambda place, notify: Registration(self.address, joins=joins, notify=notify, **place)
         link = ElasticCarrier(
