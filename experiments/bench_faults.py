@@ -109,11 +109,11 @@ class Member:
             return
         with open(self.log, "rb") as file:
             file.seek(self._read)
-            for line in file:
-                if line.endswith(b"\n"):
-                    self._read += len(line)
-                    found = json.loads(line)
-                    self.steps[found["step"]] = found
+            content = file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        self._read += len(whole)
+        for found in map(json.loads, whole.splitlines()):
+            self.steps[found["step"]] = found
 
     def send(self, number: int) -> None:
         """Send the process a signal, if it is still there."""
