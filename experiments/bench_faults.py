@@ -27,6 +27,7 @@ joins, to the newcomer's first step. `standstill` is the longest time between tw
 
 from __future__ import annotations
 
+import ctypes
 import json
 import multiprocessing
 import os
@@ -53,6 +54,7 @@ from hetjax.fleet.registration import Agent
 from hetjax.fleet.registry import Patience
 from hetjax.fleet.rendezvous import check_free, free_port
 from hetjax.fleet.service import serve
+from hetjax.launch.child import PR_SET_PDEATHSIG
 from hetjax.report.drawing import BLUE, DARK, style, worker_color
 
 SMALLEST, LARGEST = 3, 6
@@ -229,6 +231,7 @@ class Fleet:
 
 
 def _serve(address: str, processes: int, state: Path, output: Path, options: Options) -> None:
+    _die_with_parent()
     with open(output, "a") as file:
         say = lambda message: print(f"{time.monotonic():.3f} {message}", file=file, flush=True)
         patience = Patience(silent=options.silent_limit, answer=options.silent_limit / 2)
@@ -243,9 +246,15 @@ def _serve(address: str, processes: int, state: Path, output: Path, options: Opt
                 time.sleep(0.02)
 
 
+def _die_with_parent() -> None:
+    """If this program is killed, the process that forks members ends, and they with it."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _member(*arguments: Any, **options: Any) -> None:
     from benches.fleet_member import member
 
+    _die_with_parent()
     member(*arguments, **options)
 
 
