@@ -13,7 +13,7 @@ Three to six processes train on this machine. Event after event, at random:
     rendezvous    SIGKILL of the rendezvous, which is started again
     join          another process enters
 
-After every event the run has to go on, and new processes join where fewer than three are left. At the end all of this
+Ctrl-C ends the events early. After every event the run has to go on, and new processes join where fewer than three are left. At the end all of this
 is checked, and the program fails if something is wrong:
 
     samples   every step's sum contained every sample of that step exactly once, by a metric that counts them
@@ -306,11 +306,13 @@ def run(options: Options, folder: Path) -> dict[str, Any]:
     chance = random.Random(options.seed)
     weights = WEIGHTS if options.kinds is None else {kind: WEIGHTS[kind] for kind in options.kinds.split(",")}
     events: list[dict[str, Any]] = []
-    shared = _shared()
+    shared, asked = _shared(), list[int]()
+    for number in (signal.SIGINT, signal.SIGTERM):  # ends early, with all checks
+        signal.signal(number, lambda number, frame: asked.append(number))
     fleet = Fleet(folder, options, chance.randint(SMALLEST, LARGEST))
     try:
         fleet.wait(lambda: all(m.steps or m.reported for m in fleet.members), "the first steps")
-        while len(events) < options.events:
+        while len(events) < options.events and not asked:
             kind = chance.choices([*weights], [*weights.values()])[0]
             size = len(fleet.training)
             if kind == "join" and size >= LARGEST:
