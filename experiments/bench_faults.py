@@ -13,8 +13,8 @@ Three to six processes train on this machine. Event after event, at random:
     rendezvous    SIGKILL of the rendezvous, which is started again
     join          another process enters
 
-Ctrl-C ends the events early. After every event the run has to go on, and new processes join where fewer than three are left. At the end all of this
-is checked, and the program fails if something is wrong:
+After every event the run has to go on, and new processes join where fewer than three are left. Ctrl-C ends the events
+early. At the end all of this is checked, and the program fails if something is wrong:
 
     samples   every step's sum contained every sample of that step exactly once, by a metric that counts them
     loss      the curve equals that of one undisturbed process: 1e-5 over the first 50 steps; later ones are reported

@@ -197,11 +197,11 @@ class Registry:
                         other.question, other.asked_at, other.asked_in = self._questions, now, newest.number
                         self._letters.append((other.visitor, {"epoch": self.epoch, "question": other.question}))
                     other.accusers.add(number)
-        if status.get("finished") and not known.certain:
+        if status.get("leaving") and not known.certain:  # also if it has ended meanwhile: the others have not
+            known.certain, known.gone = True, "left"
+        elif status.get("finished") and not known.certain:
             known.finished = known.certain = True
             known.gone = "finished"
-        elif status.get("leaving") and not known.certain:
-            known.certain, known.gone = True, "left"
 
     def _hear_agent(self, visitor: bytes, status: Message, now: float) -> None:
         """Note the children of a launcher that have ended; tell it which to kill."""
