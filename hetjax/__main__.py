@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 import tyro
@@ -32,6 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from hetjax.cli import train
 
         return train.main(arguments[1:])
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
+        near = get_close_matches(arguments[0], COMMANDS, 1)
+        meant = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(COMMANDS)}."
+        print(f"error: {arguments[0]!r} is no command: {meant}", file=sys.stderr)
+        return 2
     arguments, program = split_program(arguments) if arguments[:1] == ["launch"] else (arguments, [])
     try:
         result = tyro.extras.subcommand_cli_from_dict(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hetjax.devices.compile import compiles
+from hetjax.headline import headline
 from hetjax.simulation.speeds import Simulation
 from hetjax.thinning import Thinning
 
@@ -263,6 +264,9 @@ class History:
             samples, seconds = last.samples - before.samples, last.seconds - before.seconds
         return samples / seconds if seconds > 0 else float("nan")
 
+    def __str__(self) -> str:
+        return headline(self.summary())
+
     def summary(self) -> dict[str, Any]:
         """Return the totals of the run as plain JSON values."""
         wall = self.records[-1].seconds if self.records else 0.0
@@ -297,11 +301,22 @@ class RunLog:
         self._began = self._last = time.perf_counter()
         self._samples = 0
 
-    def record(self, step: PlannedStep, report: StepReport, ideal: float | None) -> Record:
-        """Return the record of the step that has just finished."""
+    def record(self, step: PlannedStep, report: StepReport, ideal: float | None, idle: bool = False) -> Record:
+        """Return the record of the step that has just finished.
+
+        Args:
+            step: the step as planned.
+            report: its results.
+            ideal: see `Record`.
+            idle: whether this process had no samples. It may then receive several reports at once, so the duration is
+                that of the step before, by the clock of a process that had some.
+        """
         now = time.perf_counter()
+        seconds = now - self._last
+        if idle and np.isfinite(before := report.before_W[np.argmax(step.plan.counts_W > 0)]):
+            seconds = float(before)
         self._samples += step.span.batch
-        record = Record.of(step, report, now - self._last, now - self._began, self._samples, ideal)
+        record = Record.of(step, report, seconds, now - self._began, self._samples, ideal)
         self._last = now
         return record
 

@@ -12,7 +12,9 @@ import jax
 import numpy as np
 
 from hetjax import presets, processes, profiling
+from hetjax import sync as syncs
 from hetjax.adapters import nnx_optimizer
+from hetjax.adapters.contract import check_loss, is_flax
 from hetjax.adapters.probe import sample_size
 from hetjax.arguments import MOST_SAMPLES, MOST_SEED, check_function, number, whole
 from hetjax.data.batches import HostBatch, NumberedBatch, as_batch, sample_of, until_shortest
@@ -156,6 +158,11 @@ class Step:
         if model is not None:
             loss_fn, eval_fn = model.loss_fn, eval_fn or model.eval_fn
             predict_fn = predict_fn or getattr(model, "predict_fn", None)
+        if is_flax(loss_fn):
+            raise TypeError(
+                "loss_fn is a Flax model: give hetjax.from_nnx(model, example_loss), or for Linen "
+                "hetjax.from_linen(model, variables, example_loss)."
+            )
         if not callable(loss_fn):
             raise TypeError(f"loss_fn must be a function of (params, batch, keys), got {type(loss_fn).__name__}.")
         check_optimizer(nnx_optimizer.transformation(optimizer))
@@ -166,6 +173,7 @@ class Step:
             raise ValueError(f"ema_decay must be at least 0 and below 1, got {ema_decay}.")
         chosen = presets.choose(strategy, controller=controller, sync=sync, engine=engine)
         presets.check_stepped(chosen.sync)
+        self._model_state = getattr(model, "model_state", None)
         self._given, self.optimizer = optimizer, nnx_optimizer.transformation(optimizer)
         self.sync = chosen.sync
         self.batch_size = whole("batch_size", batch_size, 1, MOST_SAMPLES)
@@ -215,11 +223,22 @@ class Step:
 
         Args:
             params: any tree of arrays, the same in all processes; those marked by `hetjax.frozen` are not trained.
-            model_state: what the model carries from step to step, such as BatchNorm statistics.
+            model_state: what the model carries from step to step, such as BatchNorm statistics. Default: that of
+                `from_nnx` or `from_linen`, or none.
 
         Returns:
             The state, with a fresh state of the optimizer, or that of an `nnx.Optimizer` that has made steps.
+
+        Raises:
+            TypeError: if `loss_fn` cannot be called as agreed, or `params` holds something else than arrays.
+            ValueError: if there is nothing to train.
         """
+        if is_flax(params):
+            raise TypeError(
+                "params is a Flax model: give model.params, with model = hetjax.from_nnx(network, example_loss)."
+            )
+        model_state = self._model_state if model_state is None else model_state
+        check_loss("loss_fn", self.sessions.loss_fn, stateful=model_state is not None)
         params = nnx_optimizer.selected(self._given, params)
         check_params(params)
         memory.check_parameters(params, trainable(params), self.workers)
@@ -354,6 +373,36 @@ class Step:
             The state, including that of the optimizer.
         """
         return state.whole() if isinstance(state, LiveState) else checked(state)
+
+    def ask_to_save(self) -> None:
+        """Request a checkpoint: all processes find the request in the record of the same step (`Record.save`)."""
+        self.requests.save = True
+
+    def state_dict(self, state: AnyState) -> dict[str, Any]:
+        """Return what `checkpoint.save` writes besides the state, which holds its own position in the data.
+
+        Args:
+            state: the state that is saved with it.
+
+        Returns:
+            Plain JSON values.
+        """
+        return saved_plans(self, self.sync)
+
+    def load_state_dict(self, saved: Mapping[str, Any], state: State) -> State:
+        """Restore what `state_dict` returned. The workers may differ.
+
+        Args:
+            saved: what `state_dict` returned.
+            state: the state that was saved with it.
+
+        Returns:
+            The state for the next call.
+
+        Raises:
+            ValueError: if batch size or seed differ from the saved ones.
+        """
+        return load_plans(self, self.sync, saved, state)
 
     def _read(self, state: AnyState) -> State:
         """The state with what is evaluated; collective where processes hold it in slices."""
@@ -629,7 +678,8 @@ class Step:
         self._left[step.number - self._first] = report.left_W
         self._left.pop(step.number - self._first - MANY, None)
         ideal = self.simulation.ideal() / self.sessions.share(step.span.bucket) if self.simulation is not None else None
-        record = self._log.record(step, report, ideal)
+        idle = not step.plan.counts_W[list(self.workers.local)].any()
+        record = self._log.record(step, report, ideal, idle)
         try:
             self.nonfinite.check(record)
         except NonFiniteError:
@@ -637,3 +687,31 @@ class Step:
                 self._pipeline.abandon()
             raise
         return record
+
+
+def saved_plans(step: Step, sync: Sync) -> dict[str, Any]:
+    """What a checkpoint holds of the controller and the sync, and what a resumed run must have in common."""
+    return {
+        "batch_size": step.batch_size,
+        "seed": step.seed,
+        "controller": step.controller.state_dict(),
+        "sync": {"name": sync.name, "state": sync.state_dict()},
+        "order": None,
+    }
+
+
+def load_plans(step: Step, sync: Sync, saved: Mapping[str, Any], state: State) -> State:
+    """Restore what `saved_plans` returned; the state for this sync."""
+    for name, mine in (("batch_size", step.batch_size), ("seed", step.seed)):
+        if saved[name] != mine:
+            raise ValueError(
+                f"The run was started with {name}={saved[name]} and cannot go on with {mine}: its steps would "
+                "differ. Resume with the same value, or start a new run."
+            )
+    others = sync.by_node and not processes.first()  # the saved one belongs to the first node's workers
+    if saved["controller"].get("controller") == step.controller.name and not others:
+        step.controller.load_state_dict(saved["controller"])  # another controller starts afresh
+    if syncs.current_name(saved["sync"]["name"]) == sync.name:
+        sync.load_state_dict(saved["sync"]["state"])
+        return state
+    return syncs.make(saved["sync"]["name"]).answer(state)

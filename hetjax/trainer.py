@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hetjax import loops, presets, processes
-from hetjax import sync as syncs
+from hetjax import loops, presets
 from hetjax.adapters.probe import probe_indices
 from hetjax.arguments import MOST_SAMPLES, MOST_SEED, check_batch_size, check_hooks, whole
 from hetjax.data.batches import is_stream
@@ -29,7 +28,7 @@ from hetjax.sampling.order import EndlessSampler, Sampler
 from hetjax.sampling.shards import BlockSampler, ProportionalSampler
 from hetjax.simulation.calibration import calibrate
 from hetjax.state import State, checked
-from hetjax.step import Step
+from hetjax.step import Step, load_plans, saved_plans
 from hetjax.sync import Sync
 from hetjax.sync.base import FitJob
 
@@ -148,7 +147,8 @@ class Trainer:
 
         Args:
             params: any tree of arrays, the same in all processes; those marked by `hetjax.frozen` are not trained.
-            model_state: what the model carries from step to step, such as BatchNorm statistics.
+            model_state: what the model carries from step to step, such as BatchNorm statistics. Default: that of
+                `from_nnx` or `from_linen`, or none.
 
         Returns:
             The state, with a fresh state of the optimizer, or that of an `nnx.Optimizer` that has made steps.
@@ -191,6 +191,8 @@ class Trainer:
         """
         check_hooks(hooks)
         state = checked(state)
+        for hook in hooks:
+            getattr(hook, "compiling", lambda workers: None)(self.workers)
         given = {"epochs": epochs, "steps": steps, "stop_at": stop_at}
         length = {unit: whole(unit, count, 1) for unit, count in given.items() if count is not None}
         if is_stream(source):
@@ -343,7 +345,7 @@ class Trainer:
 
     def ask_to_save(self) -> None:
         """Request a checkpoint: all processes find the request in the record of the same step (`Record.save`)."""
-        self.step.requests.save = True
+        self.step.ask_to_save()
 
     def state_dict(self, state: State) -> dict[str, Any]:
         """Return what a checkpoint holds besides the state.
@@ -354,13 +356,8 @@ class Trainer:
         Returns:
             Plain JSON values.
         """
-        return {
-            "batch_size": self.batch_size,
-            "seed": self.seed,
-            "controller": self.controller.state_dict(),
-            "sync": {"name": self.sync.name, "state": self.sync.state_dict()},
-            "order": self._order if self._sampler is None else self._sampler.state_dict(state.cursor),
-        }
+        order = self._order if self._sampler is None else self._sampler.state_dict(state.cursor)
+        return saved_plans(self.step, self.sync) | {"order": order}
 
     def load_state_dict(self, saved: Mapping[str, Any], state: State) -> State:
         """Restore what `state_dict` returned. The workers may differ.
@@ -375,20 +372,9 @@ class Trainer:
         Raises:
             ValueError: if batch size or seed differ from the saved ones.
         """
-        for name, mine in (("batch_size", self.batch_size), ("seed", self.seed)):
-            if saved[name] != mine:
-                raise ValueError(
-                    f"The run was started with {name}={saved[name]} and cannot go on with {mine}: its steps would "
-                    "differ. Resume with the same value, or start a new run."
-                )
-        others = self.sync.by_node and not processes.first()  # the saved one belongs to the first node's workers
-        if saved["controller"].get("controller") == self.controller.name and not others:
-            self.controller.load_state_dict(saved["controller"])  # another controller starts afresh
+        state = load_plans(self.step, self.sync, saved, state)
         self._sampler, self._order = None, saved["order"]
-        if syncs.current_name(saved["sync"]["name"]) == self.sync.name:
-            self.sync.load_state_dict(saved["sync"]["state"])
-            return state
-        return syncs.make(saved["sync"]["name"]).answer(state)
+        return state
 
     def close(self) -> None:
         """End the threads of the engines and drop the compiled programs."""

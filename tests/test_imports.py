@@ -14,7 +14,7 @@ PACKAGE = Path(hetjax.__file__).parent
 
 # From the bottom up: a part imports from itself and from earlier rows only.
 ORDER = [
-    {"arguments", "environment", "plain_state", "processes", "thinning"},
+    {"arguments", "environment", "headline", "plain_state", "processes", "thinning"},
     {"planning", "devices", "interrupt", "profiling", "state"},
     {"sampling"},
     {"reduce", "report"},
@@ -36,7 +36,17 @@ ORDER = [
 ]
 HEIGHT = {room: height for height, row in enumerate(ORDER) for room in row}
 KNOW_JAX_PROCESSES = ("devices/workers.py", "devices/chosen.py", "devices/fake.py", "devices/targets.py", "fleet/")
-WITHOUT_JAX = ("planning", "sampling", "launch", "arguments", "environment", "plain_state", "thinning", "report")
+WITHOUT_JAX = (
+    "planning",
+    "sampling",
+    "launch",
+    "arguments",
+    "environment",
+    "headline",
+    "plain_state",
+    "thinning",
+    "report",
+)
 ONLY_FOR_COMMANDS = {"report", "zoo", "cli", "launch"}  # imported by commands and experiments, not by the library
 COMMANDS = {"cli", "__main__"} | ONLY_FOR_COMMANDS
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +76,50 @@ class Example:
     metrics: dict[str, jax.Array | Metric] = field(default_factory=dict)
 
 
+def is_flax(value: Any) -> bool:
+    """Whether a value is a Flax module, NNX or Linen."""
+    return any(base.__module__.startswith("flax.") and base.__name__ == "Module" for base in type(value).__mro__)
+
+
+def check_loss(name: str, loss_fn: Callable[..., Any], stateful: bool) -> None:
+    """Refuse a loss function that cannot be called as the contract says; one without a signature is let through.
+
+    Args:
+        name: what to call it in the message.
+        loss_fn: the function.
+        stateful: whether there is model state.
+
+    Raises:
+        TypeError: if its arguments are others.
+    """
+    try:
+        signature = inspect.signature(loss_fn)
+    except (TypeError, ValueError):
+        return
+    takes = {with_state: _binds(signature, arguments) for with_state, arguments in _ARGUMENTS.items()}
+    if takes[stateful]:
+        return
+    advice = "keys has a random key for each example; take it also if nothing is random."
+    if takes[not stateful]:
+        advice = (
+            "Give init no model_state, or take it."
+            if stateful
+            else "Give its model state to init, as in trainer.init(params, model_state)."
+        )
+    raise TypeError(f"{name} is called as {name}({', '.join(_ARGUMENTS[stateful])}), but takes {signature}. {advice}")
+
+
+_ARGUMENTS = {False: ("params", "batch", "keys"), True: ("params", "model_state", "batch", "keys", "mask_b")}
+
+
+def _binds(signature: inspect.Signature, arguments: Sequence[str]) -> bool:
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        return False
+    return True
+
+
 @dataclass(frozen=True)
 class Objective:
     """A user's loss function behind one signature, with or without model state.
@@ -88,8 +134,13 @@ class Objective:
     def __call__(
         self, params: Tree, model_state: Tree, batch: Tree, keys_b: jax.Array, mask_b: jax.Array
     ) -> tuple[Example, Tree]:
+        with _explained(batch):
+            returned = (
+                self.loss_fn(params, model_state, batch, keys_b, mask_b)
+                if self.stateful
+                else self.loss_fn(params, batch, keys_b)
+            )
         if self.stateful:
-            returned = self.loss_fn(params, model_state, batch, keys_b, mask_b)
             if not isinstance(returned, tuple) or len(returned) != 2:
                 raise TypeError(
                     "With model state, loss_fn must return two values, the losses (or a hetjax.Example) and the sums "
@@ -97,7 +148,7 @@ class Objective:
                 )
             value, state_sums = returned
         else:
-            value, state_sums = self.loss_fn(params, batch, keys_b), ()
+            value, state_sums = returned, ()
         example = as_example(value)
         rows = len(mask_b)
         named = {"the loss": example.loss_b}
@@ -163,6 +214,17 @@ def as_example(returned: Any) -> Example:
             "or with metrics hetjax.Example(loss, metrics={'accuracy': correct})."
         )
     return Example(returned)
+
+
+@contextmanager
+def _explained(batch: Tree) -> Iterator[None]:
+    """Say which fields the data have if the user's function asks for another one."""
+    try:
+        yield
+    except KeyError as error:
+        if isinstance(batch, Mapping) and error.args and error.args[0] not in batch:
+            error.add_note(f"The data have the fields {', '.join(map(repr, batch))}.")
+        raise
 
 
 def _check_metric(name: str, metric: Metric, rows: int) -> None:

@@ -26,7 +26,12 @@ class AskedLoss:
     def __call__(self, model: Any, rows: Tree, random: Any, mask: jax.Array | None, *, train: bool) -> Any:
         optional = {"train": train, "mask": mask}
         third = (random,) if self.with_random else ()
-        return self.fn(model, rows, *third, **{name: optional[name] for name in self.names})
+        try:
+            return self.fn(model, rows, *third, **{name: optional[name] for name in self.names})
+        except (AttributeError, TypeError) as error:
+            if self.with_random and random is None and "None" in str(error):
+                error.add_note("In evaluation the third argument of the loss (rngs or keys) is None.")
+            raise
 
 
 def chosen_loss(example_loss: Loss | None, batch_loss: Loss | None, *, with_rngs: bool) -> AskedLoss:

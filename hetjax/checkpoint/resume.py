@@ -44,8 +44,8 @@ def restore(path: str | Path, like: State, trainer: Restorable) -> Restored:
 
     Args:
         path: the checkpoint
-        like: a fresh state of the same model and optimizer, from `trainer.init`
-        trainer: loads its part of the checkpoint
+        like: a fresh state of the same model and optimizer, from `init`
+        trainer: the trainer, or in your own loop the `Step`; it loads its part of the checkpoint
 
     Returns:
         The state to continue from, and the caller's additions.

@@ -18,7 +18,7 @@ from hetjax.checkpoint.lock import FolderLock, InUse
 from hetjax.checkpoint.resume import restore_latest
 from hetjax.checkpoint.snapshot import RunSnapshot, take
 from hetjax.history import History, Record
-from hetjax.state import State
+from hetjax.state import LiveState, State
 
 log = logging.getLogger("hetjax")
 
@@ -26,7 +26,7 @@ log = logging.getLogger("hetjax")
 class Saveable(Protocol):
     """What saving needs of a trainer."""
 
-    def state_dict(self, state: State) -> dict[str, Any]: ...
+    def state_dict(self, state: Any) -> dict[str, Any]: ...
 
     def ask_to_save(self) -> None: ...
 
@@ -34,14 +34,18 @@ class Saveable(Protocol):
 
 
 def save(
-    folder: str | Path, state: State, trainer: Saveable, extra: Mapping[str, Any] | None = None, keep: int = 2
+    folder: str | Path,
+    state: State | LiveState,
+    trainer: Saveable,
+    extra: Mapping[str, Any] | None = None,
+    keep: int = 2,
 ) -> Path | None:
     """Write a checkpoint now. With several processes all have to call this.
 
     Args:
         folder: folder of the checkpoints, created if necessary
         state: the state to save
-        trainer: its `state_dict` is saved as well
+        trainer: the trainer, or in your own loop the `Step`: its plans are saved as well
         extra: additions to the checkpoint, as JSON values
         keep: number of checkpoints to keep
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hetjax import processes
-from hetjax.state import ReplicaStack, State, gathered
+from hetjax.state import LiveState, ReplicaStack, State, gathered
 
 Tree = Any
 _CORE = ("params", "model_state", "opt_state", "ema")
@@ -26,7 +26,7 @@ class RunSnapshot:
     origin: str = ""  # the checkpoint that it was read from
 
 
-def take(state: State, memory: Mapping[str, Any], extra: Mapping[str, Any]) -> RunSnapshot | None:
+def take(state: State | LiveState, memory: Mapping[str, Any], extra: Mapping[str, Any]) -> RunSnapshot | None:
     """Copy a state to the host. Collective: the replicas of a state may be in several processes.
 
     Args:
@@ -37,7 +37,7 @@ def take(state: State, memory: Mapping[str, Any], extra: Mapping[str, Any]) -> R
     Returns:
         The snapshot in process 0, None in the others.
     """
-    state = gathered(state)
+    state = gathered(state.whole() if isinstance(state, LiveState) else state)
     names, leaves = _named_leaves(state)
     more: list[Any] = []
     outline = _outline(state.more, state, more)

@@ -116,7 +116,7 @@ def report(
     """Compare runs: a figure in every run's folder, and one self-contained page.
 
     Args:
-        folders: folders of training runs, or folders that contain several of them
+        folders: folders of training runs; runs in the folders directly below them count too
         page: path of the page (default: report.html in the folder that contains all runs)
     """
     from hetjax.report import report as write_report

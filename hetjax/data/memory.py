@@ -35,7 +35,7 @@ class MemorySource(RowSource):
         leaves = {name or "source": values for name, values in named_leaves(self.arrays)}
         lengths = {name: len(values) if values.ndim else None for name, values in leaves.items()}
         if len(set(lengths.values())) != 1 or None in lengths.values():
-            raise ValueError(f"MemorySource needs arrays with the same number of rows, but got {lengths}.")
+            raise ValueError(f"All arrays need the same number of rows, one per sample, but they have {lengths}.")
         if unknown := sorted(self.scale.keys() - (self.arrays.keys() if isinstance(self.arrays, dict) else set())):
             raise ValueError(f"scale names {unknown}, but the arrays are {sorted(leaves)}.")
         for name, values in leaves.items():

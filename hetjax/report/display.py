@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from hetjax.headline import headline
 from hetjax.report.trackers import Row, plain
 
 
@@ -82,20 +83,13 @@ class Display:
 
     def summary(self, values: Row) -> None:
         self._stop()
-        numbers = {name: value for name, value in plain(values).items() if isinstance(value, (int, float))}
-        formats = {
-            "steps": "{:,} steps",
-            "wall_s": "{:.1f} s",
-            "samples_per_s": "{:,.0f} samples/s",
-            "efficiency": "{:.0%} of the ideal",
-            "test_accuracy": "test accuracy {:.4f}",
-        }
-        parts = [form.format(numbers[name]) for name, form in formats.items() if name in numbers]
+        parts = [headline({name: value for name, value in plain(values).items() if name != "final_loss"})]
         for name, key in (("busy", "utilization"), ("updates", "update_share")):  # asynchronous runs
             if isinstance(share_W := values.get(key), list):
                 parts.append(f"{name} {' '.join(f'{share:.0%}' for share in share_W[:8])}")
-        message = f"{self.title or 'done'}: {', '.join(parts)}"
-        self.console.print(message, soft_wrap=not self.console.is_terminal, highlight=False)
+        message = f"{self.title or 'done'}: {', '.join(filter(None, parts))}"
+        for line in (message, *values.get("benched", ())[-3:]):
+            self.console.print(line, soft_wrap=not self.console.is_terminal, highlight=False)
 
     def close(self) -> None:
         self._stop()

@@ -62,6 +62,16 @@ class Progress(Follow):
         self.display = Display(title=title, console=console, every=every)
         super().__init__(self.display)
 
+    def compiling(self, workers: Any) -> None:
+        """Say that programs are compiled, which can take long; `fit` calls this first.
+
+        Args:
+            workers: the workers of the trainer.
+        """
+        if _is_first_process():
+            number = f"{len(workers)} worker{'s' * (len(workers) > 1)}"
+            self.display.console.print(f"compiling for {number} on {workers.backend}", highlight=False)
+
     def begin(self, history: Any) -> None:
         """Start the display; `fit` calls this before the first step.
 

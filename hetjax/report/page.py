@@ -199,7 +199,7 @@ def report(*folders: str | Path, page: str | Path | None = None) -> ReportFiles:
     """Write `run.png` and `run.svg` to every run folder, and one HTML page that compares the runs.
 
     Args:
-        *folders: run folders, or folders with several run folders directly below them.
+        *folders: run folders; runs in the folders directly below them are compared, too.
         page: path of the page (default: report.html in the given folder, or in the closest common parent of several).
 
     Returns:

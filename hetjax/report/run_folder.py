@@ -73,17 +73,15 @@ class RecordedRun:
 
 
 def find_runs(folder: str | Path) -> list[Path]:
-    """Return the folder itself if it holds a recorded run, otherwise the folders directly below it that do."""
+    """Return the folders that hold a recorded run: this one, and those directly below it."""
     folder = Path(folder)
-    if (folder / METRICS).is_file():
-        return [folder]
-    below = sorted(path.parent for path in folder.glob(f"*/{METRICS}")) if folder.is_dir() else []
-    if not below:
+    found = [path.parent for path in (folder / METRICS, *sorted(folder.glob(f"*/{METRICS}"))) if path.is_file()]
+    if not found:
         raise FileNotFoundError(
             f"There is no {METRICS} in {folder} or in a folder directly below it. "
             "Give the --out folder of a training run."
         )
-    return below
+    return found
 
 
 def read_run(folder: str | Path, name: str | None = None) -> RecordedRun:

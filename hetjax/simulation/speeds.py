@@ -63,7 +63,10 @@ def as_simulation(speeds: Sequence[float] | Simulation | None, workers: int) -> 
         return None
     simulation.trace = of_survivors(simulation.trace, workers)
     if (given := len(simulation.trace(0)[0])) != workers:
-        raise ValueError(f"Speeds were given for {given} workers, but there are {workers}: give one speed each.")
+        raise ValueError(
+            f"Speeds were given for {given} workers, but there are {workers}: give one speed each. To simulate {given} "
+            f"devices, pass devices=hetjax.devices({given}), called before any other use of JAX."
+        )
     return simulation
 
 

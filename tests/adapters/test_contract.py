@@ -60,3 +60,51 @@ def test_metrics_that_are_not_arrays_are_refused():
 def test_a_stateful_loss_without_state_sums_is_refused():
     message = refusal(lambda params, state, batch, keys, mask: losses(params, batch), model_state={"n": jnp.zeros(())})
     assert "must return two values" in message
+
+
+NETWORK = nnx.Sequential(nnx.Linear(3, 4, rngs=nnx.Rngs(0)), hetjax.BatchNorm(4, group=4, rngs=nnx.Rngs(0)))
+MODEL = hetjax.from_nnx(NETWORK, lambda network, example: jnp.sum(network(example["x"]) ** 2))
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "init", "message"),
+    [
+        (NETWORK, (PARAMS,), "loss_fn is a Flax model: give hetjax.from_nnx(model, example_loss)"),
+        (MODEL, (NETWORK,), "params is a Flax model: give model.params"),
+        (losses, (PARAMS,), "called as loss_fn(params, batch, keys), but takes (params, batch). keys has a random key"),
+        (MODEL.loss_fn, (MODEL.params,), "Give its model state to init"),
+        (lambda params, batch, keys: losses(params, batch), (PARAMS, {"mean": 0.0}), "Give init no model_state"),
+    ],
+)
+def test_a_loss_that_cannot_be_called_as_agreed_is_refused_before_anything_compiles(loss_fn, init, message):
+    with pytest.raises(TypeError) as refused:
+        hetjax.Step(loss_fn, optax.sgd(0.1), batch_size=8).init(*init)
+    assert message in str(refused.value)
+
+
+def test_the_model_state_of_an_adapter_is_the_default():
+    step = hetjax.Step(MODEL, optax.sgd(0.1), batch_size=8)
+    assert jax.tree.leaves(step.init(MODEL.params).model_state) == jax.tree.leaves(MODEL.model_state)
+
+
+def notes_of(loss_fn, **options):
+    """The notes of the error of a step or of an evaluation."""
+    batch = {name: rows[:8] for name, rows in DATA.items()}
+    with hetjax.Step(loss_fn, optax.sgd(0.1), batch_size=8, devices=jax.devices()[:1], **options) as step:
+        try:
+            state, _ = step(step.init(getattr(loss_fn, "params", PARAMS)), batch)
+            step.evaluate(state, [batch])
+        except (KeyError, AttributeError) as error:
+            return error.__notes__
+    raise AssertionError("no error")
+
+
+def test_a_missing_field_is_answered_with_those_there_are():
+    assert "The data have the fields 'x', 'y'." in notes_of(lambda params, batch, keys: batch["image"])
+
+
+def test_random_numbers_in_an_evaluation_are_explained():
+    noisy = lambda network, example, rngs: jnp.sum(network(example["x"]) + jax.random.normal(rngs.noise()))
+    model = hetjax.from_nnx(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), noisy)
+    (note,) = [note for note in notes_of(model) if "evaluation" in note]
+    assert note == "In evaluation the third argument of the loss (rngs or keys) is None."

@@ -157,8 +157,10 @@ def test_wrong_losses_are_rejected():
     with pytest.raises(ValueError, match="batch_loss does not go together with BatchNorm"):
         hetjax.from_nnx(normalized, batch_loss=contrast)
     model = hetjax.from_nnx(network, batch_loss=contrast, group=4)
-    with hetjax.Step(model, optax.sgd(0.1), batch_size=40) as step, pytest.raises(TypeError, match="takes a mask"):
-        step(step.init(model.params), DATA)
+    with hetjax.Step(model.loss_fn, optax.sgd(0.1), batch_size=40, quantum=4) as step:
+        state = step.init(model.params)
+        with pytest.raises(TypeError, match="takes a mask"):
+            step(state, DATA)
 
 
 class Normalized(nnx.Module):

@@ -4,11 +4,13 @@ import json
 
 import jax
 import numpy as np
+import optax
 import pytest
 from problems import RandomPlans
 from sample_log import check_epochs
 from tiny_problem import BATCH, SAMPLES, trainer_for
 
+import hetjax
 from hetjax import checkpoint
 
 
@@ -117,3 +119,33 @@ def test_a_requested_checkpoint_is_saved_after_the_next_step_without_compiling(t
     assert [record.step for record in history.records if record.save] == [5]
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000005"]
     assert history.recompiles_after_warmup == 0
+
+
+def test_an_own_loop_saves_and_goes_on(tmp_path):
+    """On other workers; what the controller has learned is kept."""
+    rows = {"x": np.random.default_rng(0).normal(size=(32, 3)).astype(np.float32)}
+    loss_fn = lambda params, batch, keys: (batch["x"] @ params["w"] - 1) ** 2
+    params = {"w": np.zeros(3, np.float32)}
+
+    def loop(devices, steps, saves=()):
+        with hetjax.Step(loss_fn, optax.adam(0.1), batch_size=32, devices=devices) as step:
+            state = step.init(params)
+            if (found := checkpoint.restore_latest(tmp_path / "run", state, step)) is not None:
+                state = found.state
+                assert found.extra == {"step": state.step}
+            for _ in range(steps):
+                state, _ = step(state, rows)
+                if state.step in saves:
+                    checkpoint.save(tmp_path / "run", state, step, extra={"step": state.step})
+            return np.asarray(state.params["w"]), state.step
+
+    whole, _ = loop(jax.devices()[:1], 6)
+    loop(jax.devices()[:4], 5, saves=[2, 3])
+    resumed, steps = loop(jax.devices()[:2], 3)
+    assert steps == 6
+    np.testing.assert_allclose(resumed, whole, rtol=1e-5)
+    with (
+        pytest.raises(ValueError, match="started with batch_size=32"),
+        hetjax.Step(loss_fn, optax.adam(0.1), batch_size=16, devices=jax.devices()[:1]) as other,
+    ):
+        checkpoint.restore_latest(tmp_path / "run", other.init(params), other)

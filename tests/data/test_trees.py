@@ -111,7 +111,7 @@ def test_a_tuple_that_could_be_either_is_refused():
 @pytest.mark.parametrize(
     ("columns", "words"),
     [
-        ((X, Y[:5]), r"same number of rows, but got \{'0': 6, '1': 5\}"),
+        ((X, Y[:5]), r"same number of rows, one per sample, but they have \{'0': 6, '1': 5\}"),
         (Pair(X, Y[:5]), r"\{'x': 6, 'y': 5\}"),
         ({"in": {"x": X}, "y": Y[:5]}, r"\{'in/x': 6, 'y': 5\}"),
         ({"x": X, "y": 3}, r"\{'x': 6, 'y': None\}"),

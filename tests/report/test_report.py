@@ -287,6 +287,12 @@ def test_a_folder_without_a_run_is_an_error(tmp_path):
         report()
 
 
+def test_a_run_is_compared_with_those_below_its_folder(tmp_path):
+    for folder in (tmp_path, tmp_path / "equal", tmp_path / "balanced"):
+        write_fake_run(folder, steps=5)
+    assert find_runs(tmp_path) == [tmp_path, tmp_path / "balanced", tmp_path / "equal"]
+
+
 def test_runs_of_the_same_name_are_distinguished_by_folder(tmp_path):
     for parent in ("a", "b"):
         write_fake_run(tmp_path / parent / "balanced", steps=5)
