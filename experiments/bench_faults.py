@@ -13,8 +13,8 @@ Three to six processes train on this machine. Event after event, at random:
     rendezvous    SIGKILL of the rendezvous, which is started again
     join          another process enters
 
-After every event the run has to go on, and new processes join where fewer than three are left. At the end all of this
-is checked, and the program fails if something is wrong:
+After every event the run has to go on, and new processes join where fewer than three are left. Ctrl-C ends the events
+early. At the end all of this is checked, and the program fails if something is wrong:
 
     samples   every step's sum contained every sample of that step exactly once, by a metric that counts them
     loss      the curve equals that of one undisturbed process: 1e-5 over the first 50 steps; later ones are reported
@@ -27,6 +27,7 @@ joins, to the newcomer's first step. `standstill` is the longest time between tw
 
 from __future__ import annotations
 
+import ctypes
 import json
 import multiprocessing
 import os
@@ -39,18 +40,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benches.flags import JsonFile, Switch, Text, from_flags
+from benches.flags import File, JsonFile, Switch, Text, from_flags
+from matplotlib.figure import Figure
 
 from hetjax import environment
 from hetjax.fleet.registration import Agent
 from hetjax.fleet.registry import Patience
 from hetjax.fleet.rendezvous import check_free, free_port
 from hetjax.fleet.service import serve
+from hetjax.launch.child import PR_SET_PDEATHSIG
+from hetjax.report.drawing import BLUE, DARK, style, worker_color
 
 SMALLEST, LARGEST = 3, 6
 PAUSE = 0.02  # seconds added to every step
@@ -77,6 +82,8 @@ class Options:
     """only these events, separated by commas (default: all)"""
     verbose: Switch = False
     """print every event"""
+    picture: File = None
+    """file for a picture: the loss and the members over time"""
     json: JsonFile = None
     """file for the results"""
 
@@ -104,11 +111,16 @@ class Member:
             return
         with open(self.log, "rb") as file:
             file.seek(self._read)
-            for line in file:
-                if line.endswith(b"\n"):
-                    self._read += len(line)
-                    found = json.loads(line)
-                    self.steps[found["step"]] = found
+            content = file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        self._read += len(whole)
+        for found in map(json.loads, whole.splitlines()):
+            self.steps[found["step"]] = found
+
+    def send(self, number: int) -> None:
+        """Send the process a signal, if it is still there."""
+        with suppress(ProcessLookupError):
+            os.kill(self.process.pid, number)
 
     @property
     def newest(self) -> int:
@@ -156,6 +168,7 @@ class Fleet:
             environment.CHILD: name,
             environment.TRANSPORT: "host",
             environment.HOLDERS: "2",
+            environment.PROGRAMS: str(self.folder / "programs"),
         }
         if joins:
             variables[environment.JOIN] = "1"
@@ -178,7 +191,7 @@ class Fleet:
                     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
                     self.agent.ended(member.name, how, member.joins, code == 0)
             elif member.name in self.agent.kill and not member.spared and member.process.exitcode is None:
-                os.kill(member.process.pid, signal.SIGKILL)
+                member.send(signal.SIGKILL)
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
         """Wait until something holds, doing what a launcher does."""
@@ -188,11 +201,15 @@ class Fleet:
             if condition():
                 return
             if time.monotonic() > deadline:
+                for member in self.members:
+                    if member.process.exitcode is None:
+                        member.send(signal.SIGUSR2)
+                time.sleep(1.0)
                 raise AssertionError(f"waited {PATIENCE:g} s for {what}; see {self.folder}")
             failed = [m for m in self.members if (m.process.exitcode or 0) > 0 and not m.spared]
             if failed:
                 raise AssertionError(f"a member failed, see {failed[0].output}: {failed[0].output.read_text()[-2000:]}")
-            if not [m for m in self.members if m.process.exitcode is None]:
+            if not (self.folder / "end").exists() and all(m.process.exitcode is not None for m in self.members):
                 raise AssertionError(f"no member is left, while waiting for {what}; see {self.folder}")
             time.sleep(0.003)
 
@@ -214,6 +231,7 @@ class Fleet:
 
 
 def _serve(address: str, processes: int, state: Path, output: Path, options: Options) -> None:
+    _die_with_parent()
     with open(output, "a") as file:
         say = lambda message: print(f"{time.monotonic():.3f} {message}", file=file, flush=True)
         patience = Patience(silent=options.silent_limit, answer=options.silent_limit / 2)
@@ -228,9 +246,15 @@ def _serve(address: str, processes: int, state: Path, output: Path, options: Opt
                 time.sleep(0.02)
 
 
+def _die_with_parent() -> None:
+    """If this program is killed, the process that forks members ends, and they with it."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _member(*arguments: Any, **options: Any) -> None:
     from benches.fleet_member import member
 
+    _die_with_parent()
     member(*arguments, **options)
 
 
@@ -241,14 +265,14 @@ def event_of(kind: str, fleet: Fleet, chance: random.Random) -> dict[str, Any]:
     if kind in ("kill", "crash", "two"):
         for victim in victims:
             victim.silent = kind == "crash"
-            os.kill(victim.process.pid, signal.SIGKILL)
+            victim.send(signal.SIGKILL)
             victim.stopped = True
     elif kind == "leave":
         victims[0].leaving = True
-        os.kill(victims[0].process.pid, signal.SIGTERM)
+        victims[0].send(signal.SIGTERM)
     elif kind in ("hang", "wake"):
         victims[0].spared, victims[0].stopped = kind == "wake", True
-        os.kill(victims[0].process.pid, signal.SIGSTOP)
+        victims[0].send(signal.SIGSTOP)
     elif kind == "rendezvous":
         fleet.rendezvous.kill()
         fleet.rendezvous.join()
@@ -263,12 +287,18 @@ def event_of(kind: str, fleet: Fleet, chance: random.Random) -> dict[str, Any]:
     if kind != "join":
         ended = min(row["at"] for m in others for step, row in m.steps.items() if step >= before + 3)
     if kind == "wake":
-        os.kill(victims[0].process.pid, signal.SIGCONT)
+        victims[0].send(signal.SIGCONT)
     if kind in ("hang", "wake", "leave"):
         fleet.wait(lambda: victims[0].process.exitcode is not None, f"the end of the victim of {kind}")
     times = [sorted(row["at"] for row in m.steps.values() if row["at"] > began - 1) for m in others]
     gaps = [gap for each in times for gap in np.diff(each)]
-    return {"kind": kind, "step": before, "seconds": ended - began, "standstill": float(max(gaps, default=0.0))}
+    return {
+        "kind": kind,
+        "step": before,
+        "at": began,
+        "seconds": ended - began,
+        "standstill": float(max(gaps, default=0.0)),
+    }
 
 
 def run(options: Options, folder: Path) -> dict[str, Any]:
@@ -276,11 +306,13 @@ def run(options: Options, folder: Path) -> dict[str, Any]:
     chance = random.Random(options.seed)
     weights = WEIGHTS if options.kinds is None else {kind: WEIGHTS[kind] for kind in options.kinds.split(",")}
     events: list[dict[str, Any]] = []
-    shared = _shared()
+    shared, asked = _shared(), list[int]()
+    for number in (signal.SIGINT, signal.SIGTERM):  # ends early, with all checks
+        signal.signal(number, lambda number, frame: asked.append(number))
     fleet = Fleet(folder, options, chance.randint(SMALLEST, LARGEST))
     try:
         fleet.wait(lambda: all(m.steps or m.reported for m in fleet.members), "the first steps")
-        while len(events) < options.events:
+        while len(events) < options.events and not asked:
             kind = chance.choices([*weights], [*weights.values()])[0]
             size = len(fleet.training)
             if kind == "join" and size >= LARGEST:
@@ -302,7 +334,10 @@ def run(options: Options, folder: Path) -> dict[str, Any]:
         fleet.close()
     check_free(fleet.address)
     assert not (left := _shared() - shared), f"shared memory is left: {left}"
-    return {"events": events, **compare(fleet, folder)}
+    result = {"events": events, **compare(fleet, folder)}
+    if options.picture is not None:
+        draw(fleet, events, options.picture)
+    return result
 
 
 def compare(fleet: Fleet, folder: Path) -> dict[str, Any]:
@@ -327,6 +362,30 @@ def compare(fleet: Fleet, folder: Path) -> dict[str, Any]:
         deviation, early = max(deviation, off), max(early, off if found["step"] <= CURVE else 0.0)
     assert early <= 1e-5, f"the loss of the first {CURVE} steps is off by {early:.1e}"
     return {"steps": steps, "deviation_50": early, "deviation": deviation}
+
+
+def draw(fleet: Fleet, events: list[dict[str, Any]], path: Path) -> None:
+    """The loss over time, and below it when each member took part."""
+    with style():
+        figure = Figure(figsize=(7.2, 4.4), layout="constrained")
+        curve, below = figure.subplots(2, 1, height_ratios=[3, 2], sharex=True)
+        first: dict[int, tuple[float, float]] = {}
+        for row in (row for member in fleet.members for row in member.steps.values()):
+            first[row["step"]] = min(first.get(row["step"], (np.inf, 0.0)), (row["at"], row["loss"]))
+        start = min(at for at, _ in first.values())
+        times, losses = np.array(sorted(first.values())).T
+        curve.semilogy(times - start, losses, color=BLUE, linewidth=1.4)
+        curve.set(ylabel="loss", title=f"{len(events)} events in {times[-1] - start:.0f} s, and the loss goes on")
+        for number, member in enumerate(m for m in fleet.members if m.steps):
+            at = [row["at"] - start for row in member.steps.values()]
+            below.plot([min(at), max(at)], [number, number], color=worker_color(number), linewidth=2)
+        for event in events:
+            if event["kind"] != "join":
+                for axes in (curve, below):
+                    axes.axvline(event["at"] - start, color=DARK, alpha=0.25, linewidth=0.8)
+        below.set(xlabel="seconds; lines: a member or the rendezvous was killed, stopped or asked to leave",
+                  ylabel="members", yticks=[])  # fmt: skip
+        figure.savefig(path, dpi=110)
 
 
 def restart(folder: Path, limit: float) -> float:

@@ -108,7 +108,7 @@ def test_the_library_examples_run(tmp_path, monkeypatch, capsys):
     assert count(loop) <= 8
     names = {}
     exec(compile(trainer, "README.md", "exec"), names)
-    assert "'samples_per_s'" in capsys.readouterr().out
+    assert " samples/s" in capsys.readouterr().out
     exec(compile(loop, "README.md", "exec"), names)
     assert "'loss'" in capsys.readouterr().out
 

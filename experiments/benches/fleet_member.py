@@ -7,6 +7,7 @@ as it is in all bits, and which samples the sum contained, by a metric that coun
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import signal
@@ -21,7 +22,7 @@ import numpy as np
 import optax
 
 import hetjax
-from hetjax import checkpoint, processes
+from hetjax import Chunked, Trainer, checkpoint, processes  # loaded before members are forked
 from hetjax.fleet import initialize, leave
 from hetjax.launch.elastic import STOP
 from hetjax.launch.heartbeat import from_environment
@@ -57,9 +58,9 @@ def train(log: Path, steps: int, pause: float = 0.0, end: Path | None = None, fo
     """Train for some steps, or until the file `end` exists; `pause`: seconds added to every step."""
     heartbeat = from_environment()
     with contextlib.ExitStack() as stack:
-        trainer = hetjax.Trainer(
+        trainer = Trainer(
             loss_fn, optax.sgd(0.02, momentum=0.9), batch_size=BATCH, devices=jax.local_devices()[:1],
-            engine=hetjax.Chunked(rungs=[8]), **({"update": "sharded"} if processes.link() else {}),
+            engine=Chunked(rungs=[8]), **({"update": "sharded"} if processes.link() else {}),
         )  # fmt: skip
         stack.enter_context(trainer)
         state = trainer.init({"w": jnp.zeros((FEATURES, CLASSES)), "b": jnp.zeros(CLASSES)})
@@ -90,6 +91,7 @@ def member(variables: dict[str, str], log: Path, output: Path, **options: Any) -
     with open(output, "ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    faulthandler.register(signal.SIGUSR2)  # where it hangs
     code = 1
     try:
         if variables:

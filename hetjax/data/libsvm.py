@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy.sparse import csr_matrix
-from sklearn.datasets import load_svmlight_file
 
 from hetjax.data.source import Batch, Description, RowSource, check_split, stratified_split
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
 
 
 class SparseSource(RowSource):
@@ -72,6 +74,8 @@ def _read(path: Path, features: int | None) -> tuple[csr_matrix, np.ndarray]:
         raise FileNotFoundError(
             f"There is no file {path}. Download one from https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/."
         )
+    from sklearn.datasets import load_svmlight_file  # importing it takes longer than importing JAX
+
     try:
         matrix, label = load_svmlight_file(str(path), n_features=features, dtype=np.float32, zero_based=False)
     except (ValueError, OSError, EOFError) as error:

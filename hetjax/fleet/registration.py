@@ -381,6 +381,7 @@ class Agent:
 
     def __init__(self, rendezvous: str, key: bytes | None):
         self.kill: set[str] = set()  # children that hang and were taken out of the fleet
+        self.over = False  # the run has ended
         self._ended: dict[str, tuple[str, bool, bool]] = {}
         self._name = secrets.token_hex(8)
         self._line = _Line(rendezvous, key, self._status, self._read)
@@ -408,5 +409,5 @@ class Agent:
 
     def _read(self, letter: dict[str, Any]) -> bool:
         self._line.interval = 0.25
-        self.kill = set(letter.get("kill", ()))
+        self.kill, self.over = set(letter.get("kill", ())), bool(letter.get("over"))
         return False

@@ -197,11 +197,11 @@ class Registry:
                         other.question, other.asked_at, other.asked_in = self._questions, now, newest.number
                         self._letters.append((other.visitor, {"epoch": self.epoch, "question": other.question}))
                     other.accusers.add(number)
-        if status.get("finished") and not known.certain:
+        if status.get("leaving") and not known.certain:  # also if it has ended meanwhile: the others have not
+            known.certain, known.gone = True, "left"
+        elif status.get("finished") and not known.certain:
             known.finished = known.certain = True
             known.gone = "finished"
-        elif status.get("leaving") and not known.certain:
-            known.certain, known.gone = True, "left"
 
     def _hear_agent(self, visitor: bytes, status: Message, now: float) -> None:
         """Note the children of a launcher that have ended; tell it which to kill."""
@@ -219,7 +219,7 @@ class Registry:
                 known.certain = True
         self._decide(now)
         kill = [known.child for known in self._known.values() if known.child and known.hung and not known.certain]
-        self._letters.append((visitor, {"epoch": self.epoch, "kill": kill}))
+        self._letters.append((visitor, {"epoch": self.epoch, "kill": kill, "over": bool(self.stopped) or self.over}))
 
     def _introduce(self, proof: str, status: Message, now: float) -> str | None:
         """Let a process in that is not known yet, or was known before a restart; a sentence if it is refused."""
@@ -415,7 +415,10 @@ class Registry:
     ) -> None:
         """Propose another generation, or stop where too few are left."""
         if all(self._certain(number) for number in (self.in_force or current).numbers):
-            if wanted or joiners or any(known.gone == "left" for known in self._known.values()):
+            if (wanted or joiners) and any(known.finished for known in self._known.values()):
+                self.stopped = "The run has ended."
+                self._tell_all()
+            elif wanted or joiners or any(known.gone == "left" for known in self._known.values()):
                 self._stop("no member is left that has the model.")
             return
         if not self._majority(wanted):

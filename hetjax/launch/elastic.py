@@ -8,13 +8,22 @@ from collections.abc import Callable, Sequence
 
 from hetjax.environment import CHILD, JOIN
 from hetjax.fleet.registration import Agent
-from hetjax.launch.supervisor import HUNG, ChildProcess, ProcessSpec, Supervisor, exit_code, how_it_ended, kill
+from hetjax.launch.supervisor import (
+    HUNG,
+    USAGE_ERROR,
+    ChildProcess,
+    ProcessSpec,
+    Supervisor,
+    exit_code,
+    how_it_ended,
+    kill,
+)
 
 STOP = signal.SIGUSR1  # ends the whole run with a checkpoint; SIGTERM and SIGINT let one member leave
 
 
 class ElasticSupervisor(Supervisor):
-    """Runs until the last process has ended; the exit code is that of this one.
+    """Runs until the last process has ended; the exit code is that of the last one that was a member.
 
     Args:
         agent: reports to the rendezvous.
@@ -37,11 +46,13 @@ class ElasticSupervisor(Supervisor):
             environment, clean = process.spec.environment, process.code == 0
             how = self._hangs.get(process.popen.pid) or how_it_ended(process.code)
             self._agent.ended(environment[CHILD], how, JOIN in environment, clean)
-            if self._stopping_since is None and not self._killed:
+            outside = JOIN in environment and not clean and not process.detector.beat.begun
+            if self._stopping_since is None and not self._killed and not outside:
                 self._code = HUNG if process.popen.pid in self._hangs else exit_code(process.code)
             if clean or self._stopping_since is not None or self._signal_count:
                 continue
-            new = self._replace(process.number)
+            useless = process.code == USAGE_ERROR or self._agent.over
+            new = None if useless else self._replace(process.number)
             self._log(f"{process.name} {how}" + ("; another one is started in its place" if new else ""))
             if new is not None:
                 self._processes[process.number] = self._start(process.number, new)

@@ -41,9 +41,8 @@ from hetjax.launch.quotas import (
     launcher_group,
     remove_stale,
 )
-from hetjax.launch.supervisor import AttemptResult, ProcessSpec, Supervisor
+from hetjax.launch.supervisor import USAGE_ERROR, AttemptResult, ProcessSpec, Supervisor
 
-USAGE_ERROR = 2  # exit code of a program for a mistake of its user, which a restart would only repeat
 _ALL_INTERFACES = ("0.0.0.0", "::")
 
 

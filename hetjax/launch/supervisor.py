@@ -20,6 +20,7 @@ from hetjax.launch.heartbeat import HangDetector, Listener, is_stopped
 from hetjax.launch.options import Options
 from hetjax.launch.quotas import CpuQuota, Throttle, kill_group
 
+USAGE_ERROR = 2  # exit code of a program for a mistake of its user, which a restart would only repeat
 HUNG = 124  # exit code for a hung process, as of timeout(1)
 _POLL_INTERVAL = 0.05  # seconds between reads of the heartbeats
 _STATE_INTERVAL = 1.0  # seconds between reads of a process's state in /proc

@@ -206,6 +206,15 @@ def test_leavers_go_at_once_and_do_not_count():
     assert a.newest.number == c.in_force.number == a.in_force.number
 
 
+def test_a_leaver_that_has_ended_before_anybody_heard_of_it_has_left():
+    world = World(2)
+    a, b = world.start(2)
+    a.leaving = a.finished = True
+    world.settle()
+    assert world.numbers() == (1,)
+    assert b.newest.reason == "Member 0 left."
+
+
 def test_when_all_leave_the_run_stops():
     world = World(2)
     a, b = world.start(2)
