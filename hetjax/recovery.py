@@ -77,6 +77,7 @@ class Recovery:
         self.step, self.link = step, link
         self.pipeline: Pipeline | None = None
         self.events: list[dict[str, Any]] = []  # changes of the membership; seconds: since the step before
+        self._told = 0  # number of them that a record has told
         self.terms: dict[str, Any] = {}  # of the training loop, the same for all members
         self._new = True  # has not settled with the others yet
         self._kept: dict[int, _Kept] = {}  # by step
@@ -184,6 +185,11 @@ class Recovery:
         pipeline.settled(self._reduce.place(state.core), state.step)
         self._settle(enter=False)
         return LiveState(pipeline, pipeline.made, self._cursors[pipeline.made])
+
+    def take_news(self) -> str:
+        """What has happened to the membership since the last record, in one line."""
+        told, self._told = self._told, len(self.events)
+        return " ".join(f"{event['reason']} {event['seconds']:.2f} s." for event in self.events[max(told, 1) :])
 
     # -- what the pipeline tells --
 

@@ -678,8 +678,11 @@ class Step:
         self._left[step.number - self._first] = report.left_W
         self._left.pop(step.number - self._first - MANY, None)
         ideal = self.simulation.ideal() / self.sessions.share(step.span.bucket) if self.simulation is not None else None
-        idle = not step.plan.counts_W[list(self.workers.local)].any()
+        own = [i for i in self.workers.local if i < len(step.plan.counts_W)]  # members may have come since
+        idle = not step.plan.counts_W[own].any()
         record = self._log.record(step, report, ideal, idle)
+        if self.recovery is not None and (news := self.recovery.take_news()):
+            record = replace(record, changed=True, reason=news)
         try:
             self.nonfinite.check(record)
         except NonFiniteError:

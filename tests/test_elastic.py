@@ -97,6 +97,8 @@ def test_a_member_leaves_and_one_joins(undisturbed):
     assert 3 <= joined <= 4
     check(results[3], undisturbed, STEPS + 1 - joined)
     assert [event["members"] for event in results[0][2]] == [[0, 1, 2], [0, 1, 2, 3], [0, 2, 3]]
+    reasons = [record.reason for record in results[0][1].records if "Member" in record.reason]
+    assert [reason.split(".")[0] for reason in reasons] == ["Member 3 joined", "Member 1 left"]
 
 
 def killing(link, kills):

@@ -30,6 +30,7 @@ from hetjax.environment import RESTART, STARTED
 from hetjax.fleet.agree import Disagreement, same
 from hetjax.fleet.carrier import PeerLost
 from hetjax.fleet.distributed import initialize, leave
+from hetjax.fleet.generations import Fenced
 from hetjax.history import History
 from hetjax.interrupt import stop_on_signals
 from hetjax.launch import heartbeat
@@ -37,7 +38,7 @@ from hetjax.launch.heartbeat import Heartbeat
 from hetjax.nonfinite import NonFiniteError
 from hetjax.presets import Choice, choose
 from hetjax.profiling import Profile
-from hetjax.recovery import Left
+from hetjax.recovery import Left, StateLost
 from hetjax.simulation.speeds import Simulation
 from hetjax.state import State
 from hetjax.trainer import Trainer
@@ -99,11 +100,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {error} See its output for the reason; --resume continues the run.", file=sys.stderr)
         return 1
-    except (Disagreement, ValueError, TypeError, OSError, ImportError, MemoryError, NonFiniteError) as error:
+    except (Disagreement, ValueError, TypeError, OSError, ImportError, MemoryError, NonFiniteError, StateLost) as error:
         if debug:
             raise
         Console(stderr=True).print(f"error: {error}", soft_wrap=True, highlight=False, markup=False)
-        return 1 if isinstance(error, TimeoutError | Disagreement) else 2
+        return 1 if isinstance(error, TimeoutError | Disagreement | Fenced | StateLost) else 2
     return 0
 
 

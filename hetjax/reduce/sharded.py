@@ -10,6 +10,7 @@ others, and gets parameters when it is to compute again.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hetjax import processes, profiling
+from hetjax.devices import memory
 from hetjax.devices.compile import compile_for, expected
 from hetjax.devices.workers import Workers, device_kind
 from hetjax.reduce.base import OnDemand, Replicas
@@ -33,6 +35,7 @@ from hetjax.reduce.trainable import trainable, with_trained
 from hetjax.sampling.order import PlannedStep
 from hetjax.state import Deferred, State, gathered
 
+log = logging.getLogger("hetjax")
 Tree = Any
 
 
@@ -516,6 +519,13 @@ class HostSharded(HostSums):
         if self.me not in fresh:
             self._given = None
         self.before, self.updated, self.spare = None, {}, {} if self._given is not None else dict(pieces)
+        state = lambda ks: sum(memory.size((core.owned[k].opt_state, core.owned[k].ema)) for k in ks) / 2**20
+        log.info(
+            "This process is the second holder of %.1f MiB of optimizer state. The state before a step, kept until all "
+            "have made it, takes %.1f MiB more.",
+            state(k for k in core.owned if self.exchange.owners[k] != self.me),
+            state(core.owned),
+        )
         return core
 
     # -- other owners --
