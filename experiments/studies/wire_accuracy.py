@@ -4,7 +4,8 @@
 
 Two processes train the same small CNN on images and the same small transformer on text, once per format and seed: same
 initial parameters, same order of samples. Differences in test accuracy are paired by seed, in points, with the 95%
-interval of Student's t. A difference is demonstrated small if the whole interval lies within 0.5 points.
+interval of Student's t. A difference is demonstrated small if the whole interval lies within 0.5 points. `--figure FILE`
+draws the training losses of the first seed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import Annotated, Any
 import numpy as np
 import tyro
 
+from hetjax.launch.options import Switch, optional
+
 FASHION = Path("/usr/share/datasets/fashion-mnist")
 ARMS: dict[str, dict[str, Any]] = {
     "float32": {},
@@ -30,20 +33,23 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 QUANTILE = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # of Student's t by number of pairs
 BOUND = 0.5  # points
+MEAN_OF = 20  # steps of a point of the figure
 
 
 @dataclass(frozen=True)
 class Options:
     """The command line."""
 
-    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="")] = None
+    json: Annotated[Path | None, optional("FILE")] = None
     """write results to this file; seeds that are in it are not run again"""
     models: str = "cnn,transformer"
     seeds: int = 5
     steps: int = 600
     arms: str = ",".join(name for name in ARMS if "," not in name)
     """formats to compare with float32, comma-separated"""
-    quick: bool = False
+    figure: Annotated[Path | None, optional("FILE")] = None
+    """draw the losses of the first seed"""
+    quick: Switch = False
     """two seeds, few steps: a check that it runs"""
 
 
@@ -61,8 +67,8 @@ def verdict(differences: Sequence[float]) -> str:
     return "outside" if abs(mean) - half > BOUND else "open"
 
 
-def train_and_test(model: str, seed: int, options: dict[str, Any], steps: int) -> dict[str, float]:
-    """Test loss and accuracy, in percent, after training in all processes."""
+def train_and_test(model: str, seed: int, options: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Test loss and accuracy, in percent, after training in all processes; and means of the losses on the way."""
     import optax
 
     from hetjax import Chunked
@@ -77,9 +83,26 @@ def train_and_test(model: str, seed: int, options: dict[str, Any], steps: int) -
     schedule = optax.warmup_cosine_decay_schedule(0.0, rate, steps // 10, steps)
     given = {"controller": "equal", "engine": Chunked(rungs=[batch // 2]), "seed": seed, **options}
     with Trainer(task.model, optax.adam(schedule), batch_size=batch, **given) as trainer:
-        state, _ = trainer.fit(trainer.init(task.model.params, task.model.model_state), task.train, steps=steps)
+        state, history = trainer.fit(trainer.init(task.model.params, task.model.model_state), task.train, steps=steps)
         tested = trainer.evaluate(state, task.test)
-    return {"loss": float(tested["loss"]), "accuracy": 100 * float(tested["accuracy"])}
+    means = np.array(history.losses[: steps // MEAN_OF * MEAN_OF]).reshape(-1, MEAN_OF).mean(axis=1)
+    return {"loss": float(tested["loss"]), "accuracy": 100 * float(tested["accuracy"]), "losses": means.tolist()}
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """The losses of the first seed of every model and arm."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.2 * len(found), 2.8), layout="constrained")
+    for axes, (model, by_arm) in zip(figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True):
+        for arm, runs in by_arm.items():
+            losses = runs["0"]["losses"]
+            axes.plot(MEAN_OF * (np.arange(len(losses)) + 0.5), losses, label=arm, linewidth=1)
+        axes.set(title=model, xlabel="step", yscale="log")
+        axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.axes[0].set_ylabel(f"training loss, mean of {MEAN_OF} steps")
+    figure.savefig(path)
 
 
 def main(args: Options) -> int:
@@ -100,7 +123,7 @@ def main(args: Options) -> int:
             continue
         runs[str(seed)] = train_and_test(model, seed, ARMS[arm], steps)
         if processes.first():
-            print(f"{model}, seed {seed}, {arm}: {runs[str(seed)]}", flush=True)
+            print(f"{model}, seed {seed}, {arm}: accuracy {runs[str(seed)]['accuracy']:.2f}%", flush=True)
             if args.json is not None:
                 args.json.write_text(json.dumps(found, indent=1) + "\n")
     for model, by_arm in found.items() if processes.first() else ():
@@ -109,9 +132,11 @@ def main(args: Options) -> int:
                 pairs = [run["accuracy"] - by_arm["float32"][seed]["accuracy"] for seed, run in runs.items()]
                 mean, half = interval(pairs)
                 print(f"{model}, {arm} against float32: {mean:+.2f} ± {half:.2f} points, {verdict(pairs)} {BOUND}")
+    if processes.first() and args.figure is not None:
+        draw(found, args.figure)
     leave(0, together=True)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Options)))
+    sys.exit(main(tyro.cli(Options, config=(tyro.conf.FlagCreatePairsOff,))))

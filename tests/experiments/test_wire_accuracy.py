@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from studies.wire_accuracy import QUANTILE, interval, verdict
+from studies.wire_accuracy import QUANTILE, draw, interval, verdict
 
 
 def test_the_interval_is_that_of_students_t():
@@ -18,3 +18,9 @@ def test_the_interval_is_that_of_students_t():
 )
 def test_a_verdict_needs_the_whole_interval_on_one_side(pairs, expected):
     assert verdict(pairs) == expected
+
+
+def test_the_losses_of_the_first_seed_are_drawn(tmp_path):
+    runs = {"0": {"losses": [2.0, 1.0]}, "1": {"losses": [9.0]}}
+    draw({"cnn": {"float32": runs, "delay": runs}, "transformer": {"float32": runs}}, tmp_path / "losses.svg")
+    assert "<svg" in (tmp_path / "losses.svg").read_text()
