@@ -4,8 +4,8 @@
 
 Two processes train the same small CNN on images and the same small transformer on text, once per format and seed: same
 initial parameters, same order of samples. Differences in test accuracy are paired by seed, in points, with the 95%
-interval of Student's t. A difference is demonstrated small if the whole interval lies within 0.5 points. `--figure FILE`
-draws the training losses of the first seed.
+interval of Student's t. A difference is demonstrated small if the whole interval lies within 0.5 points. With
+`--figure FILE` the training losses of the first seed are drawn.
 """
 
 from __future__ import annotations
