@@ -62,6 +62,7 @@ PAUSE = 0.02  # seconds added to every step
 PATIENCE = 120.0  # seconds in which the run has to go on
 WEIGHTS = {"kill": 6, "crash": 2, "two": 1, "leave": 3, "hang": 1, "wake": 1, "rendezvous": 2, "join": 4}
 CURVE = 50  # steps of the loss curve that have to agree to 1e-5
+DRAWN = 25  # events in the picture: the first ones
 SHARED = Path("/dev/shm")
 MEMBER = Path(__file__).with_name("benches") / "fleet_member.py"
 
@@ -370,16 +371,18 @@ def draw(fleet: Fleet, events: list[dict[str, Any]], path: Path) -> None:
         figure = Figure(figsize=(7.2, 4.4), layout="constrained")
         curve, below = figure.subplots(2, 1, height_ratios=[3, 2], sharex=True)
         first: dict[int, tuple[float, float]] = {}
-        for row in (row for member in fleet.members for row in member.steps.values()):
+        last = events[DRAWN]["at"] if len(events) > DRAWN else np.inf
+        logs = [[row for row in member.steps.values() if row["at"] < last] for member in fleet.members]
+        for row in (row for log in logs for row in log):
             first[row["step"]] = min(first.get(row["step"], (np.inf, 0.0)), (row["at"], row["loss"]))
         start = min(at for at, _ in first.values())
         times, losses = np.array(sorted(first.values())).T
         curve.semilogy(times - start, losses, color=BLUE, linewidth=1.4)
-        curve.set(ylabel="loss", title=f"{len(events)} events in {times[-1] - start:.0f} s, and the loss goes on")
-        for number, member in enumerate(m for m in fleet.members if m.steps):
-            at = [row["at"] - start for row in member.steps.values()]
+        curve.set(ylabel="loss", title=f"{len(events[:DRAWN])} events in {times[-1] - start:.0f} s")
+        for number, log in enumerate(filter(None, logs)):
+            at = [row["at"] - start for row in log]
             below.plot([min(at), max(at)], [number, number], color=worker_color(number), linewidth=2)
-        for event in events:
+        for event in events[:DRAWN]:
             if event["kind"] != "join":
                 for axes in (curve, below):
                     axes.axvline(event["at"] - start, color=DARK, alpha=0.25, linewidth=0.8)

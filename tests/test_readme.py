@@ -78,7 +78,7 @@ def test_the_launcher_commands(tmp_path, monkeypatch):
     command = [sys.executable, "-m", *command, *SHORT[:-1], tmp_path / "run"]
     code, printed = run(*command, cwd=ROOT)
     assert code == 0, printed
-    assert "[0] balanced: 2 workers" in printed
+    assert "balanced  step 1/1" in printed
     assert "test accuracy" in printed
 
 
