@@ -22,7 +22,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from hetjax.data.batches import HostBatch
 from hetjax.fleet.elastic import GenerationChanged
 from hetjax.pipeline import Pipeline
 from hetjax.planning.controllers.base import Plan
-from hetjax.reduce.layout import StepReport
+from hetjax.reduce.layout import LEAVING, StepReport
 from hetjax.sampling.order import PlannedStep, Span
 from hetjax.state import LiveState, State
 
@@ -147,13 +147,19 @@ class Recovery:
             finally:
                 self._inside = self._done = False
 
-    def leave(self) -> NoReturn:
+    def leave(self) -> None:
         """Finish the running step and leave the fleet, which goes on with the other members.
 
+        Where nobody else has the optimizer state of this member's pieces, it asks to own nothing any more, and returns:
+        call it again after the next step.
+
         Raises:
-            Left: always; if nobody catches it, the program ends with exit code 0.
+            Left: when it has left; if nobody catches it, the program ends with exit code 0.
         """
         assert self.pipeline is not None
+        if self.link.holders == 1 and self.link.count > 1 and getattr(self.pipeline.core, "owned", None):
+            self.step.requests.left = LEAVING
+            return
         self.pipeline.complete()
         number = self.link.number
         self.link.leave()

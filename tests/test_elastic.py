@@ -282,3 +282,19 @@ def test_one_joins_an_own_loop():
         for at, loss in seen[number].items():
             assert loss == pytest.approx(seen[0][at], rel=1e-6)
         np.testing.assert_array_equal(results[number], results[0])
+
+
+def test_the_only_holder_hands_over_before_it_leaves(undisturbed):
+    """Nobody goes back."""
+
+    def hook(link, record, each):
+        if link.number == each.step._pipeline.reduce.exchange.owners[0] and record.step == 4:
+            each.leave()
+
+    with Fleet(lambda link: member(link, hook), 3, holders=1) as fleet:
+        results = fleet.end()
+    assert len(results) == 2
+    for result in results.values():
+        check(result, undisturbed)
+        assert [len(event["members"]) for event in result[2]] == [3, 2]
+        assert result[2][1]["step"] >= 6

@@ -31,6 +31,7 @@ _LARGE = 2**14  # elements; copying a smaller array is cheaper than one more ope
 SLOTS = ("time_us", "rows", "checksum", "stop", "save", "left", "step_us", "nonfinite_level", "bad_update")
 HOST_SLOTS = SLOTS.index("nonfinite_level")  # slots before this one are written by the host
 MANY = 2  # "two or more" batches left in a process
+LEAVING = -1  # instead: the process leaves an elastic fleet, and wants to own nothing any more
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from hetjax.reduce.base import OnDemand, Replicas
 from hetjax.reduce.exchange import FRAME, Runs, as_bytes, chunks, level_of, sum_of_squares
 from hetjax.reduce.finite import NONFINITE
 from hetjax.reduce.host import BAD, LEVEL, HostSums
-from hetjax.reduce.layout import SLOTS, Layout, Parts, StepReport
+from hetjax.reduce.layout import LEAVING, SLOTS, Layout, Parts, StepReport
 from hetjax.reduce.sliced_update import OwnedPiece, PieceProgram, StateSlices, data_of, value_like
 from hetjax.reduce.slices import Granularity, Piece, assign, busy, cut, shares
 from hetjax.reduce.trainable import trainable, with_trained
@@ -90,7 +90,8 @@ class HostSharded(HostSums):
     ):
         self.rule, self.device, self.limit_P, self.room = rule, device, limit_P, float(limit_P[workers.process])
         self.rate_P, self.share_P, self._since = rate_P, shares(rate_P, limit_P), 0
-        self._used_P = np.ones(len(rate_P), bool)  # processes that are not on the bench
+        self._used_P = np.ones(len(rate_P), bool)  # processes that are not on the bench, and do not leave
+        self._leaving_P = np.zeros(len(rate_P), bool)
         params, model_state, *_ = core
         self.trained = jax.eval_shape(lambda: trainable(params))
         self.constants = with_trained(params, jax.tree.map(lambda x: np.zeros(0, x.dtype), self.trained))
@@ -510,6 +511,7 @@ class HostSharded(HostSums):
         number = len(room_P)
         self.limit_P, self.rate_P, self._since = room_P, np.ones(number), 0
         self._used_P, self.share_P = np.ones(number, bool), shares(self.rate_P, room_P)
+        self._leaving_P = np.zeros(number, bool)
         self.follow(workers, self.share_P)
         self.exchange.share_memory()
         if self.me not in fresh:
@@ -533,6 +535,8 @@ class HostSharded(HostSums):
     def read(self, tail: np.ndarray) -> StepReport:
         """The report of a step. Its timings decide, in all processes alike, whether other owners are due."""
         report = super().read(tail)
+        leaving_W = report.left_W == LEAVING
+        self._leaving_P = np.bincount(self.workers.process_W, leaving_W, minlength=len(self.rate_P)) > 0
         timed_W = np.nan_to_num(report.times_W) > 0
         if timed_W.any():
             rate_W = np.where(timed_W, report.rows_W / np.where(timed_W, report.times_W, 1.0), 0.0)
@@ -549,6 +553,8 @@ class HostSharded(HostSums):
         benched_W = step.plan.benched_W
         idle_W = np.zeros(len(self.workers), bool) if benched_W is None else benched_W
         used_P = np.bincount(self.workers.process_W, ~idle_W, minlength=len(self.rate_P)) > 0
+        if (used_P & ~self._leaving_P).any():
+            used_P &= ~self._leaving_P
         changed = not np.array_equal(used_P, self._used_P)
         self._used_P = used_P
         if not changed and (self._since < _SETTLED or self._since % _SETTLED or len(self.pieces) == 0):
