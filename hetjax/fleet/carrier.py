@@ -131,6 +131,7 @@ class Carrier:
         self._thread: threading.Thread | None = None
         self._outboxes: dict[int, zmq.Socket] = {}
         self._monitors: dict[zmq.Socket, int | None] = {}  # the process at the other end; None: of the inbox
+        self._monitor_names = itertools.count()
         self._retired: list[zmq.Socket] = []  # to be closed by the thread, which polls them
 
     def _start_thread(self) -> None:
@@ -275,7 +276,9 @@ class Carrier:
 
     def _connect(self, peer: int, address: str) -> None:
         outbox = self._sockets.open(zmq.DEALER)
-        monitor = outbox.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | REFUSALS)
+        events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | REFUSALS
+        # By default the name has the number of a file, which a socket that is being closed may still use.
+        monitor = outbox.get_monitor_socket(events, f"inproc://monitor-{next(self._monitor_names)}")
         outbox.connect(address)
         with self._sending:
             self._outboxes[peer], self._monitors[monitor] = outbox, peer
