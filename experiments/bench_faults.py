@@ -248,7 +248,7 @@ def _serve(address: str, processes: int, state: Path, output: Path, options: Opt
 
 
 def _die_with_parent() -> None:
-    """If this program is killed, the process that forks members ends, and they with it."""
+    """If this program is killed, the process that forks members ends, and they with it; nothing else disturbs them."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
