@@ -250,6 +250,7 @@ def _serve(address: str, processes: int, state: Path, output: Path, options: Opt
 def _die_with_parent() -> None:
     """If this program is killed, the process that forks members ends, and they with it; nothing else disturbs them."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.setsid()  # else the end of the shell that started this program wakes up who is stopped
 
 
 def _member(*arguments: Any, **options: Any) -> None:
