@@ -99,6 +99,8 @@ def draw(found: dict[str, Any], path: Path) -> None:
             losses = runs["0"]["losses"]
             axes.plot(MEAN_OF * (np.arange(len(losses)) + 0.5), losses, label=arm, linewidth=1)
         axes.set(title=model, xlabel="step", yscale="log")
+        for formatter in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            formatter("{x:g}")
         axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.axes[0].set_ylabel(f"training loss, mean of {MEAN_OF} steps")
