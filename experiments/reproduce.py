@@ -85,7 +85,7 @@ def main(
         "003": daso,
         "004": partial(hogbatch, files=files),
     }
-    chosen = sorted({part.strip() for part in only.split(",") if part.strip()} or claims)
+    chosen = sorted({part.strip() for part in (only or "").split(",") if part.strip()} or claims)
     wrong = [f"There is no claim {name!r}. Choose from {', '.join(claims)}." for name in chosen if name not in claims]
     wrong += [
         f"There is no file {path}: expected {kind} in the LIBSVM format."

@@ -57,14 +57,14 @@ def test_others_read_what_a_process_writes_and_nothing_overlaps(monkeypatch):
     for k, own in enumerate(all_of):
         assert own.readers == {0, 1, 2} - {k}
         for piece in range(3):
-            own.sums(piece)[:] = 100 * k + piece
+            own.sums(piece, round_=0)[:] = 100 * k + piece
             own.result(piece)[:] = 1000 + 100 * k + piece
     for k, reader in enumerate(all_of):
         for peer in {0, 1, 2} - {k}:
             for piece, size in enumerate((5, 100, 3)):
-                np.testing.assert_array_equal(reader.sums(piece, peer), np.full(size, 100 * peer + piece))
+                np.testing.assert_array_equal(reader.sums(piece, 0, peer), np.full(size, 100 * peer + piece))
                 np.testing.assert_array_equal(reader.result(piece, peer), np.full(size, 1000 + 100 * peer + piece))
-                assert not reader.sums(piece, peer).flags.writeable
+                assert not reader.sums(piece, 0, peer).flags.writeable
 
 
 def test_another_network_counts_as_another_host(monkeypatch):

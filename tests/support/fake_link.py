@@ -10,6 +10,7 @@ class FakeLink:
 
     def __init__(self, index, count, gathered=None, broadcast=None, transport="host"):
         self.index, self.count, self.transport = index, count, transport
+        self.first, self.elastic = index == 0, 0
         self._gathered, self._broadcast = gathered, broadcast
 
     def gather(self, content):
