@@ -78,6 +78,7 @@ class Recovery:
         self.pipeline: Pipeline | None = None
         self.events: list[dict[str, Any]] = []  # changes of the membership; seconds: since the step before
         self._told = 0  # number of them that a record has told
+        self.stop = ""  # why the run ends early
         self.terms: dict[str, Any] = {}  # of the training loop, the same for all members
         self._new = True  # has not settled with the others yet
         self._kept: dict[int, _Kept] = {}  # by step
@@ -241,6 +242,9 @@ class Recovery:
             numbers = list(generation.numbers)
             self.events.append({"step": pipeline.made, "generation": generation.number, "members": numbers,
                                 "reason": generation.reason, "seconds": round(seconds, 3)})  # fmt: skip
+            if generation.stop:
+                self.stop = f"The run stops: {generation.stop}"
+                self.step.requests.stop = True
             log.info("Step %d: generation %d with members %s, %.2f s after the step before. %s", pipeline.made,
                      generation.number, ", ".join(map(str, numbers)), seconds, generation.reason)  # fmt: skip
 

@@ -101,6 +101,21 @@ def test_a_member_leaves_and_one_joins(undisturbed):
     assert [reason.split(".")[0] for reason in reasons] == ["Member 3 joined", "Member 1 left"]
 
 
+def test_below_min_members_all_end_after_the_same_step(undisturbed):
+    def hook(link, record, each):
+        if link.number == 1 and record.step == 5:
+            raise Killed
+
+    with Fleet(lambda link: member(link, hook), 3, min_members=3) as fleet:
+        results = fleet.end()
+    assert sorted(results) == [0, 2]
+    (step,) = {int(state.step) for state, _, _ in results.values()}
+    assert 5 <= step < STEPS
+    for _, history, events in results.values():
+        np.testing.assert_allclose(history.losses, undisturbed[1][:step], rtol=1e-5)
+        assert events[-1]["members"] == [0, 2]
+
+
 def killing(link, kills):
     """Let members die as they send their k-th message after a step was reached: {member: (step, k)}."""
     if link.number not in kills:

@@ -49,7 +49,11 @@ PER_PROCESS_FLAGS = ("devices", "capacity", "out", "tensorboard", "wandb")  # fl
 
 
 class Stopped(Exception):
-    """The user stopped the run; everything is saved."""
+    """The run was stopped, by the user (130) or for lack of members (1); everything is saved."""
+
+    def __init__(self, message: str, code: int = 130):
+        super().__init__(message)
+        self.code = code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run(config, heartbeat.from_environment(), console)
     except Stopped as stopped:
         console.print(str(stopped), soft_wrap=True, highlight=False)
-        return 130
+        return stopped.code
     except Left as left:
         print(left, flush=True)
         return 0
@@ -260,11 +264,14 @@ def train(
             takeover.now()
             if remaining(state) > 0:
                 tracker.close()
+                why = "" if trainer.step.recovery is None else trainer.step.recovery.stop
+                code = 1 if why else 130
                 if not state.step:
-                    raise Stopped("Stopped before the first step finished: nothing to save.")
+                    raise Stopped(f"{why} Stopped before the first step finished: nothing to save.".lstrip(), code)
                 raise Stopped(
-                    f"Stopped after step {state.step} of {total_steps}; everything is saved. Continue with "
-                    f"hetjax train --resume --out {config.folder}"
+                    f"{why} Stopped after step {state.step} of {total_steps}; everything is saved. Continue with "
+                    f"hetjax train --resume --out {config.folder}".lstrip(),
+                    code,
                 )
             tested = trainer.evaluate(state, task.test)
     if chosen.sync.name == "daso":  # the history covers only the workers of this process

@@ -12,7 +12,7 @@ class Fenced(ConnectionError):
 
 
 class RunStopped(Fenced):
-    """The run stops: too few members are left. Those that are left save a checkpoint."""
+    """The run stops at once: those that are left are not the larger part of the fleet, or never were enough."""
 
 
 class Superseded(Exception):
@@ -59,6 +59,7 @@ class Generation:
     token: bytes  # of the run
     members: tuple[Member, ...]  # in the order of their numbers
     reason: str = ""  # a sentence, such as "Member 5 joined."
+    stop: str = ""  # a sentence: its members save a checkpoint and end the run
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -68,7 +69,8 @@ class Generation:
     def to_json(self) -> dict[str, Any]:
         """The generation as JSON values."""
         members = [member.to_json() for member in self.members]
-        return {"number": self.number, "token": self.token.hex(), "members": members, "reason": self.reason}
+        values = {"number": self.number, "token": self.token.hex(), "reason": self.reason, "stop": self.stop}
+        return values | {"members": members}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Generation:
@@ -79,6 +81,7 @@ class Generation:
         """
         try:
             members = tuple(Member.from_json(member) for member in values["members"])
-            return cls(int(values["number"]), bytes.fromhex(values["token"]), members, str(values["reason"]))
+            texts = str(values["reason"]), str(values.get("stop", ""))
+            return cls(int(values["number"]), bytes.fromhex(values["token"]), members, *texts)
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"These values describe no generation: {str(values)[:200]}.") from error

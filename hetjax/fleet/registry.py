@@ -62,7 +62,7 @@ class Registry:
     Args:
         processes: number of processes with which the run starts.
         now: the time.
-        min_members: the run stops when fewer are left.
+        min_members: the run stops, with a checkpoint, when fewer are left.
         limits: when members are given up.
         saved: what `to_json` returned before a restart.
     """
@@ -119,6 +119,12 @@ class Registry:
         """Whether the run has started and no member is left."""
         current = self.proposal or self.in_force
         return current is not None and all(self._certain(number) for number in current.numbers)
+
+    @property
+    def _ending(self) -> str:
+        """Why the run stops, or "" if it does not."""
+        current = self.proposal or self.in_force
+        return self.stopped or (f"The run stops: {current.stop}" if current is not None and current.stop else "")
 
     # -- what others report --
 
@@ -219,7 +225,8 @@ class Registry:
                 known.certain = True
         self._decide(now)
         kill = [known.child for known in self._known.values() if known.child and known.hung and not known.certain]
-        self._letters.append((visitor, {"epoch": self.epoch, "kill": kill, "over": bool(self.stopped) or self.over}))
+        over = bool(self._ending) or self.over
+        self._letters.append((visitor, {"epoch": self.epoch, "kill": kill, "over": over}))
 
     def _introduce(self, proof: str, status: Message, now: float) -> str | None:
         """Let a process in that is not known yet, or was known before a restart; a sentence if it is refused."""
@@ -227,8 +234,8 @@ class Registry:
                                    "host": status.get("host") or "", "number": status.get("number") or 0,
                                    "proof": proof})  # fmt: skip
         known = _Known(member, now, bool(status.get("joins")), child=str(member.description.get("child", "")))
-        if self.stopped or self.over:
-            return self.stopped or "The run has ended."
+        if self.over or self.stopped or (self._ending and status.get("number") is None):
+            return self._ending or "The run has ended."
         if len(self._known) >= len((self.in_force or Generation(0, b"", ())).members) + _MOST_OUTSIDE:
             return "Too many processes wait at this rendezvous."
         if status.get("number") is not None:
@@ -321,7 +328,7 @@ class Registry:
             return
         wanted = [number for number in current.numbers if self._present(number)]
         joiners = []
-        if self.proposal is None:
+        if self.proposal is None and not current.stop:
             outside = [number for number in self._known if number not in current.numbers]
             joiners = [n for n in sorted(outside) if self._known[n].ready and not self._known[n].gone]
         lacking = [number for number in current.numbers if number not in wanted]
@@ -431,22 +438,24 @@ class Registry:
                 )
             return
         self._short_since = None
+        stop = current.stop
         if len(wanted) + len(joiners) < self.min_members:
-            self._stop(_too_few(len(wanted), self.min_members))
-            return
+            stop, joiners = _too_few(len(wanted), self.min_members), []
         left = [number for number in lacking if self._known[number].gone == "left"]
         lost = [number for number in lacking if number not in left and not self._finished(number)]
         reasons = [f"Member {number} was lost: {self._known[number].gone}." for number in lost]
         reasons += [f"{_names(left)} left."] if left else []
         reasons += [f"{_names(joiners)} joined."] if joiners else []
-        self._propose(sorted(wanted + joiners), " ".join(reasons) or self._renew or "Members finished.", now)
+        self._propose(sorted(wanted + joiners), " ".join(reasons) or self._renew or "Members finished.", now, stop)
 
-    def _propose(self, numbers: Sequence[int], reason: str, now: float) -> None:
+    def _propose(self, numbers: Sequence[int], reason: str, now: float, stop: str = "") -> None:
         self._highest += 1
         members = tuple(self._known[number].member for number in numbers)
-        self.proposal = Generation(self._highest, self.token, members, reason)
+        self.proposal = Generation(self._highest, self.token, members, reason, stop)
         self._proposed_at, self._renew = now, ""
         self.log.append(f"Generation {self._highest}: members {', '.join(map(str, numbers))}. {reason}")
+        if stop:
+            self.log.append(self._ending)
         self._tell_all()
 
     def _stop(self, reason: str) -> None:

@@ -279,7 +279,16 @@ def test_below_min_members_the_run_stops_with_a_sentence():
     a, _, c = world.start(3)
     world.die(c)
     world.settle()
-    assert a.failed == "The run stops: 2 members are left, and at least 3 are wanted."
+    assert not a.failed
+    assert a.in_force.numbers == (0, 1)
+    assert a.in_force.stop == "2 members are left, and at least 3 are wanted."
+    late = world.join("j")
+    world.settle()
+    assert late.refused == "The run stops: 2 members are left, and at least 3 are wanted."
+    world.die(a)
+    world.settle()
+    assert world.numbers() == (1,)
+    assert "1 member is left" in world.members[1].in_force.stop
 
 
 @pytest.mark.parametrize(("description", "word"), [

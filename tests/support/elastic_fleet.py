@@ -37,10 +37,11 @@ class Fleet:
         work: (carrier) -> result.
         members: number of founders.
         holders: processes that hold each piece of the optimizer state.
+        min_members: the run stops when fewer are left.
     """
 
-    def __init__(self, work, members, holders=2):
-        self.work, self.members, self.holders = work, members, holders
+    def __init__(self, work, members, holders=2, min_members=1):
+        self.work, self.members, self.holders, self.min_members = work, members, holders, min_members
         self.threads, self.results, self.errors, self.links = [], {}, {}, {}
 
     def start(self, joins=False):
@@ -85,7 +86,7 @@ class Fleet:
 
     def __enter__(self):
         self.address = f"127.0.0.1:{free_port('127.0.0.1')}"
-        self.rendezvous = Rendezvous(self.address, self.members, limits=LIMITS)
+        self.rendezvous = Rendezvous(self.address, self.members, min_members=self.min_members, limits=LIMITS)
         processes.join(PerThread())
         for _ in range(self.members):
             self.start()
