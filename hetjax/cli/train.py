@@ -227,9 +227,9 @@ def train(
     with trainer, stop_on_signals(trainer.stop, trainer.leave if processes.elastic() else None) as interrupt:
         state, totals = initial_state(config, trainer, trainer.init(task.model.params, task.model.model_state), folder)
         row_time = lambda: trainer.simulation and trainer.simulation.row_time
-        start = "" if state.step == 0 else f" (resuming after step {state.step})"
         workers = sum(setup.workers_by_process(devices))
-        console.print(f"{name}: {workers} workers on {trainer.workers.backend}, compiling{start}", highlight=False)
+        if state.step:
+            console.print(f"{name}: resuming after step {state.step}", highlight=False)
         tracker = output.trackers(config, name, folder, state.step)
         follow = report.Follow(tracker, **totals)
         saver = checkpoint.Saver(

@@ -70,7 +70,8 @@ class Progress(Follow):
         """
         if _is_first_process():
             number = f"{len(workers)} worker{'s' * (len(workers) > 1)}"
-            self.display.console.print(f"compiling for {number} on {workers.backend}", highlight=False)
+            title = f"{self.display.title}: " if self.display.title else ""
+            self.display.console.print(f"{title}compiling for {number} on {workers.backend}", highlight=False)
 
     def begin(self, history: Any) -> None:
         """Start the display; `fit` calls this before the first step.

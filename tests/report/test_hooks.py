@@ -39,7 +39,7 @@ def test_progress_shows_steps_efficiency_and_a_summary():
     screen = io.StringIO()
     trained(Progress("try", console=Console(file=screen, width=80)))
     printed = screen.getvalue()
-    assert printed.startswith("compiling for 8 workers on cpu\n")
+    assert printed.startswith("try: compiling for 8 workers on cpu\n")
     assert "try  step 1/3  epoch 0  loss" in printed
     assert "efficiency" in printed
     assert "try: 3 steps" in printed
