@@ -38,9 +38,9 @@ def breakdown(run: dict[str, Any], skip: int) -> dict[str, Any]:
     """
     times = np.array(run["times"], float)[skip:]
     steps, phases_P = np.array(run["step_times"])[skip:], [phases[skip:] for phases in run["phases"]]
-    timed = np.flatnonzero(~np.isnan(times).any(axis=1))
-    slowest = {int(n): int(times[n].argmax()) for n in timed}
-    outside = {n: 1e3 * (steps[n] - times[n].max()) for n in slowest}
+    timed = np.flatnonzero(~np.isnan(times).all(axis=1))  # a worker without samples has no time
+    slowest = {int(n): int(np.nanargmax(times[n])) for n in timed}
+    outside = {n: 1e3 * (steps[n] - np.nanmax(times[n])) for n in slowest}
 
     def means(process_of: Any) -> dict[str, float]:
         rows = [phases_P[process_of(n)][n] for n in slowest]
