@@ -230,9 +230,10 @@ def use_by_round(rounds: list[dict[str, Any]]) -> list[float]:
         steps, times, counts = (
             np.array(run[key], float)[1 if k else SKIP :] for key in ("step_times", "times", "counts")
         )
-        timed = _timed_all(times, counts)
-        own = (counts[timed].sum(axis=0) / times[timed].sum(axis=0)).sum() if timed.any() else np.nan
-        found.append(float(counts[timed].sum() / steps[timed].sum() / own))
+        at_work = (counts > 0) & ~np.isnan(times)  # a worker on the bench has no time
+        timed, used = at_work.any(axis=1), at_work.any(axis=0)
+        sums = [np.where(at_work, values, 0.0).sum(axis=0)[used] for values in (counts, times)]
+        found.append(float(counts[timed].sum() / steps[timed].sum() / (sums[0] / sums[1]).sum()))
     return found
 
 
@@ -252,10 +253,11 @@ def figures(run: dict[str, Any], batch: int) -> dict[str, float]:
     """Summary of a sequence of steps, without the first `SKIP`."""
     times = np.array(run["times"], float)[SKIP:]
     steps = np.array(run["step_times"])[SKIP:]
-    timed = ~np.isnan(times).any(axis=1)
-    overhead = steps[timed] - times[timed].max(axis=1)
+    timed = ~np.isnan(times).all(axis=1)
+    overhead = steps[timed] - np.nanmax(times[timed], axis=1)
     by_all = _timed_all(times, np.array(run["counts"], float)[SKIP:])
-    mean_W = times[by_all if by_all.any() else timed].mean(axis=0)
+    used = ~np.isnan(times[timed]).all(axis=0)  # without those that were always on the bench
+    mean_W = np.nanmean(times[by_all if by_all.any() else timed][:, used], axis=0)
     return {
         "samples_per_s": batch * len(steps) / steps.sum(),
         "imbalance": float((mean_W.max() - mean_W.min()) / mean_W.mean()),
