@@ -245,12 +245,12 @@ class ElasticCarrier(Carrier):
 
     def _file(self, frames: Sequence[zmq.Frame], visitor: bytes = b"") -> None:
         header = unpacked(bytes(frames[0].buffer)) if frames else None
-        belongs = header is not None and (header.token == self._token or self.entered is None)
-        if header is not None and belongs and header.generation != self.generation:
-            if header.generation > self.generation and len(self._early) < _MOST_EARLY:
-                self._early.append(frames)
-            return
-        with self._arrived:  # an entry changes what belongs
+        with self._arrived:  # an entry, by another thread, changes what belongs
+            belongs = header is not None and (header.token == self._token or self.entered is None)
+            if header is not None and belongs and header.generation != self.generation:
+                if header.generation > self.generation and len(self._early) < _MOST_EARLY:
+                    self._early.append(frames)
+                return
             super()._file(frames, visitor)
 
     def _check_peers(self, now: float) -> None:
@@ -259,4 +259,7 @@ class ElasticCarrier(Carrier):
         if newest is not None and newest.number > self._confirmed:
             self._confirm(newest)
         if self.entered is not None:
+            early, self._early = self._early, []  # of the generation that was entered, or kept for the next one
+            for frames in early:
+                self._file(frames)
             super()._check_peers(now)

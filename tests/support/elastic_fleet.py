@@ -73,7 +73,7 @@ class Fleet:
             self.errors[number] = error
         link.close(together=finished)
 
-    def end(self, limit=120.0):
+    def end(self, limit=60.0):
         """The results by member, after all have ended."""
         deadline = time.monotonic() + limit
         while any(thread.is_alive() for thread in self.threads) and time.monotonic() < deadline and not self.errors:
