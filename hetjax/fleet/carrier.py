@@ -131,7 +131,6 @@ class Carrier:
         self._thread: threading.Thread | None = None
         self._outboxes: dict[int, zmq.Socket] = {}
         self._monitors: dict[zmq.Socket, int | None] = {}  # the process at the other end; None: of the inbox
-        self._monitor_names = itertools.count()
         self._retired: list[zmq.Socket] = []  # to be closed by the thread, which polls them
 
     def _start_thread(self) -> None:
@@ -269,7 +268,7 @@ class Carrier:
 
     def _open_inbox(self) -> None:
         self._inbox = self._sockets.open(zmq.ROUTER, server=True)
-        self._monitors[self._inbox.get_monitor_socket(REFUSALS)] = None
+        self._monitors[self._sockets.monitor(self._inbox, REFUSALS)] = None
         self._waker, self._wake = self._sockets.context.socket(zmq.PUSH), self._sockets.context.socket(zmq.PULL)
         self._wake.bind("inproc://wake")
         self._waker.connect("inproc://wake")
@@ -277,8 +276,7 @@ class Carrier:
     def _connect(self, peer: int, address: str) -> None:
         outbox = self._sockets.open(zmq.DEALER)
         events = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | REFUSALS
-        # By default the name has the number of a file, which a socket that is being closed may still use.
-        monitor = outbox.get_monitor_socket(events, f"inproc://monitor-{next(self._monitor_names)}")
+        monitor = self._sockets.monitor(outbox, events)
         outbox.connect(address)
         with self._sending:
             self._outboxes[peer], self._monitors[monitor] = outbox, peer
@@ -301,13 +299,12 @@ class Carrier:
     def _connect_others(self, addresses: Sequence[str]) -> None:
         """Connect to all others anew."""
         with self._sending:  # the connection of the hello may have been another one
-            outdated = [monitor for monitor, peer in self._monitors.items() if peer is not None]
-            self._retired += [*self._outboxes.values(), *outdated]
+            self._retired += self._outboxes.values()
             self._monitors = {monitor: peer for monitor, peer in self._monitors.items() if peer is None}
             self._outboxes = {}
         for peer in self.others:
             self._connect(peer, addresses[peer])
-        self._pulse = Pulse(self.others, self._pulse.limit, time.monotonic())
+        self._pulse = Pulse(self.others, self._pulse.limit, time.monotonic(), bool(self.elastic))
 
     def _receive_guests(self, limit: float) -> tuple[int, Any]:
         """In process 0: wait for all others; what they are told."""
@@ -384,8 +381,8 @@ class Carrier:
                         self._file(frames)
                     poller = self._poller()
                     break  # what was polled may be closed
-                elif socket in self._monitors:
-                    self._watch(self._monitors[socket], recv_monitor_message(socket)["event"])
+                elif socket.type == zmq.PAIR:
+                    self._watch(socket, recv_monitor_message(socket)["event"])
                 else:
                     self._read_answer(socket)
             self._check_peers(time.monotonic())
@@ -398,7 +395,7 @@ class Carrier:
             gate = [] if self._sockets.gate is None else [self._sockets.gate]
             sockets = [self._inbox, self._wake, *gate, *self._monitors, *outboxes]
         for socket in retired:
-            socket.close(0)
+            self._sockets.retire(socket)
         poller = zmq.Poller()
         for socket in sockets:
             poller.register(socket, zmq.POLLIN)
@@ -463,17 +460,19 @@ class Carrier:
                 self._answer = kind, json.loads(content[0])
                 self._arrived.notify_all()
 
-    def _watch(self, peer: int | None, event: int) -> None:
-        if peer is None:
-            self._turn_away("A connection was refused: its key differs, or only one of the two sides has a key.")
-        elif event == zmq.EVENT_DISCONNECTED:
-            with self._arrived:
+    def _watch(self, monitor: zmq.Socket, event: int) -> None:
+        with self._arrived:
+            if monitor not in self._monitors:
+                return  # of a connection that was replaced
+            peer = self._monitors[monitor]
+            if peer is None:
+                self._turn_away("A connection was refused: its key differs, or only one of the two sides has a key.")
+            elif event == zmq.EVENT_DISCONNECTED:
                 self._pulse.disconnected(peer, time.monotonic())
                 self._arrived.notify_all()
-        elif not self.table:
-            self._dropped += 1
-            if event & REFUSALS or self._dropped == _DROPPED:
-                with self._arrived:
+            elif not self.table:
+                self._dropped += 1
+                if event & REFUSALS or self._dropped == _DROPPED:
                     self._lost[peer] = (
                         "refused the connection: its key differs, or only one of the two has a key. Give all processes "
                         "the same key file"
@@ -488,8 +487,8 @@ class Carrier:
                 for outbox in self._outboxes.values():
                     with suppress(zmq.Again):
                         outbox.send(self._header(BEAT), zmq.NOBLOCK)
-        if (lost := self._pulse.lost(now)) and not self._ending:
-            with self._arrived:
+        with self._arrived:  # an entry into another generation changes who is who
+            if (lost := self._pulse.lost(now)) and not self._ending:
                 self._lost |= {peer: reason for peer, reason in lost.items() if peer not in self._lost}
                 self._arrived.notify_all()
 

@@ -35,7 +35,7 @@ _PER_GENERATION = 2**16  # channels that are opened in one generation
 _MOST_EARLY = 2**16  # messages kept of members that have entered the next generation before this one
 
 
-class GenerationChanged(ConnectionError):
+class GenerationChanged(Exception):
     """A newer generation was proposed: what was going on has to be done again in it."""
 
 
@@ -230,7 +230,7 @@ class ElasticCarrier(Carrier):
                     outbox.send(self._header(BYE), zmq.NOBLOCK)
         if self.registration is not None:
             with suppress(Exception):
-                self.registration.close(finished=together)
+                self.registration.close(finished=together, generation=self.generation)
         super().close(together=False)
 
     # -- in the thread --

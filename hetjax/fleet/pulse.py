@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 _GRACE = 0.3  # seconds between a closed connection and the goodbye that may still arrive
@@ -14,11 +15,12 @@ class Pulse:
         peers: the other processes.
         limit: seconds after which a silent process counts as lost.
         now: seconds of a monotonic clock.
+        patient: whether silence counts only after a process was heard for the first time.
     """
 
-    def __init__(self, peers: Iterable[int], limit: float, now: float):
+    def __init__(self, peers: Iterable[int], limit: float, now: float, patient: bool = False):
         self.limit = limit
-        self._heard = dict.fromkeys(peers, now)
+        self._heard = dict.fromkeys(peers, math.inf if patient else now)
         self._goodbyes: set[int] = set()
         self._closed: dict[int, float] = {}  # peers that closed their connection, and when
         self._reported: set[int] = set()  # those of them that were found lost

@@ -60,7 +60,7 @@ class _Line:
         self._socket.set(zmq.HEARTBEAT_IVL, _KEEPALIVE)
         self._socket.set(zmq.HEARTBEAT_TIMEOUT, 2 * _KEEPALIVE)
         events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | REFUSALS
-        self._monitor = self._socket.get_monitor_socket(events)
+        self._monitor = self._sockets.monitor(self._socket, events)
         self._waker, self._wake = self._sockets.context.socket(zmq.PUSH), self._sockets.context.socket(zmq.PULL)
         self._wake.bind("inproc://wake")
         self._waker.connect("inproc://wake")
@@ -187,7 +187,8 @@ class Registration:
         self._suspects: dict[int, str] = {}
         self._suspected_in, self._question = 0, 0
         self._alike: dict[str, Any] = {}
-        self._ready = self._leaving = self._finished = False
+        self._ready = self._leaving = False
+        self._finished: int | None = None
         self._refused, self._waiting = "", ""
         self._failure: type[Fenced] = Fenced
         self._failed = ""
@@ -270,7 +271,9 @@ class Registration:
             generation: the proposal.
             step: the newest step that is complete here.
         """
-        self._report(_confirmed=(generation, step))
+        with self._changed:  # two threads may confirm two proposals in either order
+            self._confirmed = max(self._confirmed, (generation, step))
+        self._line.push()
 
     def suspect(self, members: Sequence[int], reason: str) -> None:
         """Report members of the newest generation that sent nothing within a limit, or whose connection broke."""
@@ -293,14 +296,18 @@ class Registration:
         """Leave the run: the others get a generation without this process."""
         self._report(_leaving=True)
 
-    def close(self, finished: bool = True) -> None:
+    def close(self, finished: bool = True, generation: int | None = None) -> None:
         """End the registration.
 
         Args:
             finished: the run is at its end, so that the others need no new generation; else they get one.
+            generation: the last one that this process worked in. Default: the last one it has confirmed.
         """
         with self._changed:
-            self._finished, self._leaving = finished, self._leaving or not finished
+            if finished:
+                self._finished = self._confirmed[0] if generation is None else generation
+            else:
+                self._leaving = True
         self._line.close()
 
     def _report(self, **values: Any) -> None:
@@ -319,9 +326,11 @@ class Registration:
                 status["suspects"] = newest, self._suspects
             if self._question:
                 status["answered"] = self._question
-            for name in ("ready", "leaving", "finished", "alike"):
+            for name in ("ready", "leaving", "alike"):
                 if value := getattr(self, f"_{name}"):
                     status[name] = value
+            if self._finished is not None:
+                status["finished"] = self._finished
             if self._introduce:
                 status |= self._introduction
                 if self.number >= 0:

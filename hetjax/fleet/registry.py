@@ -47,6 +47,7 @@ class _Known:
     gone: str = ""  # why it is no member any more
     certain: bool = False  # it is gone and takes no further step: it left, finished, or its process has ended
     finished: bool = False
+    finished_in: int = 0  # generation that it worked in last
     newest: int = 0  # generation that it knows
     confirmed: tuple[int, int] = (0, 0)  # generation, and its newest complete step
     hung: bool = False  # its launcher shall kill it
@@ -205,9 +206,9 @@ class Registry:
                     other.accusers.add(number)
         if status.get("leaving") and not known.certain:  # also if it has ended meanwhile: the others have not
             known.certain, known.gone = True, "left"
-        elif status.get("finished") and not known.certain:
+        elif status.get("finished") is not None and not known.certain:
             known.finished = known.certain = True
-            known.gone = "finished"
+            known.gone, known.finished_in = "finished", int(status["finished"])
 
     def _hear_agent(self, visitor: bytes, status: Message, now: float) -> None:
         """Note the children of a launcher that have ended; tell it which to kill."""
@@ -222,6 +223,7 @@ class Registry:
                 known = self._known[children[child]]
                 if not known.gone:
                     known.finished, known.gone = bool(clean), f"its process {how}"
+                    known.finished_in = known.confirmed[0]
                 known.certain = True
         self._decide(now)
         kill = [known.child for known in self._known.values() if known.child and known.hung and not known.certain]
@@ -333,6 +335,8 @@ class Registry:
             joiners = [n for n in sorted(outside) if self._known[n].ready and not self._known[n].gone]
         lacking = [number for number in current.numbers if number not in wanted]
         needed = any(not self._finished(number) for number in lacking)
+        # Some have confirmed this generation, but ended in an older one: those who work in it wait for them.
+        needed = needed or (bool(wanted) and any(self._known[n].finished_in < current.number for n in lacking))
         if self.proposal is not None:
             needed = needed or bool(lacking)
         if needed or joiners or self._renew:

@@ -62,7 +62,7 @@ class Rendezvous:
         try:
             self._inbox = self._sockets.open(zmq.ROUTER, server=True)
             self._inbox.set(zmq.ROUTER_HANDOVER, 1)
-            self._monitor = self._inbox.get_monitor_socket(REFUSALS)
+            self._monitor = self._sockets.monitor(self._inbox, REFUSALS)
             self._inbox.bind(url(*split_address(bind)))
             self._save()
         except zmq.ZMQError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 from pathlib import Path
@@ -24,6 +25,8 @@ class Sockets:
     def __init__(self, key: bytes | None):
         self.context = zmq.Context(io_threads=1)
         self._key, self._public = key, b"" if key is None else zmq.curve_public(key)
+        self._monitored: dict[zmq.Socket, zmq.Socket] = {}  # the monitor of each
+        self._names = itertools.count()
         self.gate: zmq.Socket | None = None
         if key is not None:  # before the first server, which would let everyone in until then (ZeroMQ RFC 27)
             self.gate = self.context.socket(zmq.REP)
@@ -46,6 +49,23 @@ class Sockets:
             socket.set(zmq.CURVE_SECRETKEY, self._key)
         return socket
 
+    def monitor(self, socket: zmq.Socket, events: int) -> zmq.Socket:
+        """A socket that receives the events of a socket's connections."""
+        # By default the name has the number of a file, which a socket that is being closed may still use.
+        self._monitored[socket] = socket.get_monitor_socket(events, f"inproc://monitor-{next(self._names)}")
+        return self._monitored[socket]
+
+    def retire(self, socket: zmq.Socket) -> None:
+        """Close a monitored socket at once, and its monitor.
+
+        The order matters: an event for a monitor that is closed already blocks ZeroMQ's thread for ever, and with it
+        all sockets of this context. A closed socket still has events for a while, so they are turned off first.
+        """
+        monitor = self._monitored.pop(socket)
+        socket.disable_monitor()
+        socket.close(0)
+        monitor.close(0)
+
     def admit(self) -> None:
         """Answer one question of the gate: only clients that own the same key are let in."""
         assert self.gate is not None
@@ -56,6 +76,8 @@ class Sockets:
 
     def close(self, linger: int) -> None:
         """Close all sockets; `linger`: milliseconds for messages already sent."""
+        while self._monitored:  # see `retire`
+            self._monitored.popitem()[0].disable_monitor()
         self.context.destroy(linger=linger)
 
 

@@ -89,6 +89,8 @@ class SumExchange:
             frames_of: makes the frames of a piece, if it is in `self.cut`. Default: its runs in the parts.
         """
         with profiling.phase("send"):
+            if self.same_host is not None:
+                self.same_host.begin()
             for peer in listeners:
                 self.channel.send(peer, _TAIL, [tail])
             for k in range(len(self.owners) if parts is not None else 0):
@@ -100,7 +102,7 @@ class SumExchange:
                 near = [holder for holder in holders if holder in self._near and k not in self.cut]
                 if near:
                     assert self.same_host is not None
-                    np.concatenate(frames, out=self.same_host.sums(k, self.channel.round))
+                    np.concatenate(frames, out=self.same_host.sums(k))
                 for holder in holders:
                     self.channel.send(holder, 1 + k, [] if holder in near else frames)
 
@@ -192,12 +194,18 @@ class SumExchange:
             return [self._read(frame) for frame in frames]
         assert self.same_host is not None
         memory = self.same_host
-        place = memory.sums(k, self.channel.round, peer) if what == "sums" else memory.result(k, peer)
+        place = memory.sums(k, peer) if what == "sums" else memory.result(k, peer)
         return np.split(place, np.cumsum([stop - start for _, start, stop in self.runs[k]])[:-1])
 
-    def vector_sum(self, own: np.ndarray, members: Sequence[int]) -> np.ndarray:
-        """The sum of a short float64 vector over these processes, in process order; all of them call this."""
-        number = 1 + 2 * len(self.owners)
+    def vector_sum(self, own: np.ndarray, members: Sequence[int], second: bool = False) -> np.ndarray:
+        """The sum of a short float64 vector over these processes, in process order; all of them call this.
+
+        Args:
+            own: the vector of this process.
+            members: the processes.
+            second: whether it is another one than the first of the round.
+        """
+        number = (4 if second else 1) + 2 * len(self.owners)
         for peer in members:
             if peer != self.process:
                 self.channel.send(peer, number, [own])

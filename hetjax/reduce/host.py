@@ -139,7 +139,7 @@ class HostSums:
             finite = lambda parts: all(np.isfinite(np.asarray(part)).all() for part in parts)
             own_W = np.zeros(len(self.workers))
             own_W[list(self.workers.local)] = [0.0 if finite(parts) else NONFINITE for parts in parts_w]
-            found_W = self.exchange.vector_sum(own_W, involved)
+            found_W = self.exchange.vector_sum(own_W, involved, second=True)
             table[:, LEVEL] = found_W if found_W.any() else NONFINITE  # finite sums with an infinite total
         table[:, BAD] = bad
         if self.me == involved[0]:

@@ -43,22 +43,31 @@ class SameHost:
         token = secrets.token_bytes(16)
         self._own, descriptor = _created(_PAGE + (1 + turns) * int(self._starts[-1]) * dtype.itemsize, token)
         network = _network()
-        table = processes.gather([os.getpid(), descriptor, token.hex(), network])
-        me = processes.index()
-        self._read = {
-            peer: found
-            for peer, (pid, number, token, theirs) in enumerate(table)
-            if peer != me and theirs == network and (found := _mapped(pid, number, bytes.fromhex(token))) is not None
-        }
-        can_read_P = processes.gather(sorted(self._read))
+        try:
+            table = processes.gather([os.getpid(), descriptor, token.hex(), network])
+            me = processes.index()
+            self._read = {
+                peer: found
+                for peer, (pid, number, token, theirs) in enumerate(table)
+                if peer != me
+                and theirs == network
+                and (found := _mapped(pid, number, bytes.fromhex(token))) is not None
+            }
+            can_read_P = processes.gather(sorted(self._read))
+        finally:  # members of an elastic fleet may change meanwhile
+            if descriptor:
+                os.close(descriptor)
         self.readers = frozenset(peer for peer, reads in enumerate(can_read_P) if me in reads) if descriptor else ()
-        if descriptor:
-            os.close(descriptor)
+        self._turn = 0
 
-    def sums(self, k: int, round_: int, sender: int | None = None) -> np.ndarray:
-        """The place of a piece of sums of a round, in the memory of this process or of a sender."""
-        turn = 1 + round_ % self.turns
-        return self._at(sender, int(turn * self._starts[-1] + self._starts[k]), self.sizes[k])
+    def begin(self) -> None:
+        """Begin a step, whose sums have another place than those of the step before if there are two turns."""
+        self._turn = (self._turn + 1) % self.turns
+
+    def sums(self, k: int, sender: int | None = None) -> np.ndarray:
+        """The place of a piece of this step's sums, in the memory of this process or of a sender."""
+        start = (1 + self._turn) * self._starts[-1] + self._starts[k]
+        return self._at(sender, int(start), self.sizes[k])
 
     def result(self, k: int, owner: int | None = None) -> np.ndarray:
         """The place of the result of a piece, in the memory of this process or of its owner."""

@@ -353,6 +353,13 @@ def test_signs_of_life():
     assert pulse.hurried
     assert pulse.lost(5.1) == {}
     assert pulse.lost(5.4) == {1: "ended, or its connection broke"}
+    pulse = Pulse([1], limit=4.0, now=0.0, patient=True)
+    for now in range(20):  # it has not entered this generation yet
+        assert pulse.lost(now) == {}
+    pulse.heard(1, 20.0)
+    for now in range(20, 24):
+        assert pulse.lost(now) == {}
+    assert list(pulse.lost(24.5)) == [1]
     pulse = Pulse([1], limit=4.0, now=0.0)
     assert pulse.lost(100.0) == {}  # this process was stopped
     assert pulse.lost(101.9) == {}

@@ -236,6 +236,24 @@ def test_who_finishes_causes_no_generation():
     assert not world.registry.stopped
 
 
+def test_who_finishes_in_an_older_generation_than_the_others_is_taken_out():
+    """Its thread has confirmed the new one, but it will exchange nothing in it."""
+    world = World(3)
+    a, b, c = world.start(3)
+    former = a.in_force
+    world.die(c)
+    world.settle()
+    assert world.numbers() == (0, 1)
+    a.in_force, a.finished = former, True  # it was at its end when the new one came
+    world.settle()
+    assert world.numbers() == (1,)
+    assert b.in_force.number == 3
+    b.finished = True
+    world.settle()
+    assert world.registry.over
+    assert not world.registry.stopped
+
+
 def test_a_joiner_waits_until_it_is_ready_and_until_no_proposal_is_open():
     world = World(2)
     a, b = world.start(2)

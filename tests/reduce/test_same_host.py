@@ -32,7 +32,7 @@ class Meeting:
         return found
 
 
-def made(count, monkeypatch, sizes=(5, 100, 3), network=None):
+def made(count, monkeypatch, sizes=(5, 100, 3), network=None, turns=1):
     """The shared memory of each of these processes."""
     meeting, found = Meeting(count), {}
     monkeypatch.setattr(processes, "gather", meeting.gather)
@@ -42,7 +42,7 @@ def made(count, monkeypatch, sizes=(5, 100, 3), network=None):
 
     def run(k):
         meeting.own.index = k
-        found[k] = SameHost(sizes, np.dtype(np.float32))
+        found[k] = SameHost(sizes, np.dtype(np.float32), turns)
 
     threads = [threading.Thread(target=run, args=(k,)) for k in range(count)]
     for thread in threads:
@@ -57,14 +57,27 @@ def test_others_read_what_a_process_writes_and_nothing_overlaps(monkeypatch):
     for k, own in enumerate(all_of):
         assert own.readers == {0, 1, 2} - {k}
         for piece in range(3):
-            own.sums(piece, round_=0)[:] = 100 * k + piece
+            own.sums(piece)[:] = 100 * k + piece
             own.result(piece)[:] = 1000 + 100 * k + piece
     for k, reader in enumerate(all_of):
         for peer in {0, 1, 2} - {k}:
             for piece, size in enumerate((5, 100, 3)):
-                np.testing.assert_array_equal(reader.sums(piece, 0, peer), np.full(size, 100 * peer + piece))
+                np.testing.assert_array_equal(reader.sums(piece, peer), np.full(size, 100 * peer + piece))
                 np.testing.assert_array_equal(reader.result(piece, peer), np.full(size, 1000 + 100 * peer + piece))
-                assert not reader.sums(piece, 0, peer).flags.writeable
+                assert not reader.sums(piece, peer).flags.writeable
+
+
+def test_sums_of_the_step_before_can_still_be_read(monkeypatch):
+    """As a second holder does, for whom the sender does not wait."""
+    sender, reader = made(2, monkeypatch, turns=2)
+    for step in range(4):
+        for one in (sender, reader):
+            one.begin()
+        before = reader.sums(1, 0).copy(), reader.sums(1, 0)
+        sender.begin()  # it is ahead of the reader
+        sender.sums(1)[:] = step
+        np.testing.assert_array_equal(*before)
+        sender.begin()
 
 
 def test_another_network_counts_as_another_host(monkeypatch):

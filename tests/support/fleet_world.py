@@ -34,7 +34,8 @@ class FakeMember:
             status["suspects"] = self.suspects
         if self.question:
             status["answered"] = self.question
-        status |= {"ready": self.ready, "leaving": self.leaving, "finished": self.finished}
+        status |= {"ready": self.ready, "leaving": self.leaving}
+        status |= {"finished": self.in_force.number if self.finished else None}
         if self.introduce:
             status |= {"address": f"tcp://{self.secret}", "description": self.description, "joins": self.joins}
             status |= {"wish": self.wish, "number": self.number}
