@@ -89,10 +89,11 @@ class Step:
             'auto', sharded between processes with the transport 'host'.
         update_on: where a process updates its slice: 'device' or 'host'. Default: 'auto', the quicker one.
         wire: numbers between processes by transport 'host': 'float32' (default); 'bfloat16' or 'int8', with error
-            feedback, for slow links; 'auto', the quickest by measurement. Fewer bits cost 4 bytes per parameter and
-            process (8 during an exchange) and exact allocation invariance: counts then influence the rounding.
+            feedback, for slow links; 'auto', the quickest by measurement. Fewer bits cost 4 bytes of the host's memory
+            per parameter and process, and exact allocation invariance: counts then influence the rounding.
         delay: 1 applies the gradients of a step while the next one computes, for links where the exchange dominates.
-            This is another algorithm: each gradient is that of the parameters one update ago. Default: 0.
+            This is another algorithm: each gradient is that of the parameters one update ago. No worker is benched.
+            Default: 0.
         clip_norm: largest global norm of the gradient; a larger one is scaled down. Works with slices, where clipping
             inside the optimizer would leave the whole update to one process. Default: none.
         devices: one worker per device. Default: all devices that JAX sees.

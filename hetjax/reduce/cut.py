@@ -2,7 +2,7 @@
 
 `hetjax.reduce.wire` has the formats and the arithmetic. Here stands when an error counts and who still owes one: a
 process that has no samples any more, or is benched, adds what is left over to one last sum, uncut. All processes know
-from the plans who that is. What a process that died had left over is lost.
+from the plans who that is. Fleets whose members come and go are refused (`hetjax.presets.check_elastic`).
 """
 
 from __future__ import annotations

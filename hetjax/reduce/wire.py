@@ -14,8 +14,9 @@ masters w. What the differences leave over is part of the next one without any f
 
 Every process computes p by the same two IEEE operations from the same bytes, so replicas have the same bits.
 
-The price: 4 bytes per parameter in every process (8 during an exchange), 4 more for masters, and exact allocation
-invariance, as a cut depends on which samples a process had.
+The price: in every process 4 bytes for each parameter, those of e where others own it and of w where it does itself,
+besides what is on its way in a step; and exact allocation invariance, as a cut depends on which samples a process had.
+It is memory of the host, which `memory` does not count.
 """
 
 from __future__ import annotations
@@ -135,8 +136,7 @@ class Cut:
         self.form, self.sizes = form, [sum(lengths) for lengths in runs]
         self._ends = [np.cumsum(lengths)[:-1] for lengths in runs]
         self.left: dict[int, np.ndarray] = {}  # by piece; none: zero
-        self._next: dict[int, tuple[np.ndarray, Frames, int] | None] = {}  # sums, frames and samples of this step
-        self._spare: list[np.ndarray] = []
+        self._next: dict[int, tuple[list[np.ndarray], Frames, int] | None] = {}  # runs, frames and samples of this step
         self._scratch = [np.empty(max(self.sizes, default=0), np.float32) for _ in range(2)]
 
     def split(self, k: int, vector: np.ndarray) -> list[np.ndarray]:
@@ -146,10 +146,12 @@ class Cut:
     # -- sums --
 
     def encoded(self, k: int, runs: Sequence[np.ndarray], samples: int) -> Frames:
-        """The frames of a piece that goes to its owner; the error counts once the step has succeeded."""
-        value = self._with_left(k, runs, samples)
-        frames = self.form.encode(value)
-        self._next[k] = value, frames, samples
+        """The frames of a piece that goes to its owner; the error counts once the step has succeeded.
+
+        The runs must not change until then.
+        """
+        frames = self.form.encode(self._with_left(k, runs, samples, self._scratch[0][: self.sizes[k]]))
+        self._next[k] = list(runs), frames, samples
         return frames
 
     def whole(self, k: int, runs: Sequence[np.ndarray] | None, samples: int) -> np.ndarray:
@@ -158,7 +160,7 @@ class Cut:
         For pieces that this process owns itself, and for the last sum of one that leaves the exchange.
         """
         self._next[k] = None
-        return self._with_left(k, runs, samples)
+        return self._with_left(k, runs, samples, np.empty(self.sizes[k], np.float32))
 
     def decoded(self, k: int, frames: Frames, whole: bool, slot: int) -> list[np.ndarray]:
         """The runs of a piece that a process sent; valid until the next call with this slot, 0 or 1."""
@@ -166,33 +168,32 @@ class Cut:
         return self.split(k, np.frombuffer(frames[0], np.float32) if whole else self.form.decode(frames, out))
 
     def commit(self) -> None:
-        """The step has succeeded: keep what its cuts have left over."""
+        """The step has succeeded: keep what its cuts have left over, in the memory of what was left over before."""
         for k, sent in self._next.items():
-            if k in self.left:
-                self._spare.append(self.left.pop(k))
-            if sent is not None:
-                value, frames, samples = sent
-                value -= self.form.decode(frames, self._scratch[0][: self.sizes[k]])
-                value /= np.float32(samples)
-                self.left[k] = value
+            if sent is None:
+                self.left.pop(k, None)
+                continue
+            runs, frames, samples = sent
+            if k not in self.left:
+                self.left[k] = np.zeros(self.sizes[k], np.float32)
+            error = self._with_left(k, runs, samples, self.left[k])
+            error -= self.form.decode(frames, self._scratch[0][: self.sizes[k]])
+            error /= np.float32(samples)
         self._next.clear()
 
     def drop(self) -> None:
         """The step had no effect: what was left over before it stays."""
         self._next.clear()
 
-    def _with_left(self, k: int, runs: Sequence[np.ndarray] | None, samples: int) -> np.ndarray:
-        at = next((i for i, vector in enumerate(self._spare) if len(vector) == self.sizes[k]), None)
-        value = np.empty(self.sizes[k], np.float32) if at is None else self._spare.pop(at)
-        if runs is None:
-            value[:] = 0
-        else:
-            np.concatenate(runs, out=value)
+    def _with_left(self, k: int, runs: Sequence[np.ndarray] | None, samples: int, out: np.ndarray) -> np.ndarray:
+        """The sums of a piece with what was left over, written to `out`, which may be the memory of that."""
         if k in self.left:
-            for start in range(0, len(value), _AT_ONCE):
-                part = slice(start, start + _AT_ONCE)
-                value[part] += self.left[k][part] * np.float32(samples)
-        return value
+            np.multiply(self.left[k], np.float32(samples), out=out)
+        else:
+            out[:] = 0
+        for part, run in zip(self.split(k, out), runs or (), strict=runs is not None):
+            part += run
+        return out
 
     # -- parameters --
 

@@ -1,6 +1,7 @@
 """Formats of numbers between processes: against references of their own, and with error feedback."""
 
 import struct
+import tracemalloc
 from fractions import Fraction
 
 import jax
@@ -82,6 +83,24 @@ def test_what_is_sent_and_what_is_left_over_add_up(name):
     cut.commit()
     np.testing.assert_allclose(sent + last, given, atol=1e-5)
     assert not cut.left
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_left_over_takes_four_bytes_per_parameter_between_steps(name):
+    pieces, size = 8, 40_000
+    runs_K = [[values(size)] for _ in range(pieces)]
+    tracemalloc.start()
+    try:
+        cut = Cut(FORMATS[name], [[size]] * pieces)
+        for _ in range(3):
+            for k in range(pieces):
+                cut.encoded(k, runs_K[k], 32)
+            cut.commit()
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert sum(left.nbytes for left in cut.left.values()) == 4 * pieces * size
+    assert held < 4 * (pieces + 2) * size + 50_000  # and room to work for two pieces
 
 
 @pytest.mark.parametrize("name", FORMATS)
