@@ -118,6 +118,8 @@ def _run(
         workers=len(step.workers),
         last_step=last,
     )
+    if (wire := getattr(live.pipeline.reduce, "wire", None)) is not None:
+        history.more["wire"] = wire
     restore = next((hook.restore for hook in hooks if hasattr(hook, "restore")), lambda like: like)
     with Recorder(history, hooks, step.simulation) as recorder:
         while True:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -179,8 +180,17 @@ class Pipeline:
         self.complete()
         return self._finished()
 
+    def close(self) -> None:
+        """Complete the running step, and end the exchange of a delayed update."""
+        try:
+            self.complete()
+        finally:
+            getattr(self.reduce, "close", lambda: None)()
+
     def abandon(self) -> PlannedStep | None:
         """Wait until nothing runs, and drop the running step, which is returned: the state is the one before it."""
+        with suppress(Exception):  # the error that led here counts
+            getattr(self.reduce, "land", lambda: None)()
         if self._running is None:
             return None
         running, self._running = self._running, None

@@ -12,6 +12,7 @@ hetjax.report  the host reads the report, the only array of a step that it reads
 Between processes, `hetjax.reduce` consists of
 
 hetjax.copy     sums of the own workers come to the host
+hetjax.cut      sums and parameters are cut to fewer bits, and made float32 again
 hetjax.send     they are handed to the carrier
 hetjax.meet     wait until all processes have sent their loss and slots: until the slowest has finished
 hetjax.receive  an owner waits for the pieces of others

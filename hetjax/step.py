@@ -416,7 +416,7 @@ class Step:
         pipeline, self._pipeline = self._pipeline, None
         try:
             if pipeline is not None:
-                pipeline.complete()
+                pipeline.close()
         finally:
             self.sessions.close()
 
@@ -452,7 +452,7 @@ class Step:
             The state on the devices; for a process that joins others, theirs.
         """
         if self._pipeline is not None:
-            self._pipeline.complete()
+            self._pipeline.close()
         state = checked(state)
         if self.recovery is None and (self.workers.several_processes or self.sync.by_node):
             presets.check_alike(self, state)

@@ -13,6 +13,7 @@ from rich.table import Table
 
 CAUSES = {  # phases of `hetjax.profiling`
     "copy": "sums of the own workers to the host",
+    "cut": "to fewer bits and back",
     "send": "sums to their owners",
     "meet": "wait for the tails of all",
     "receive": "wait for pieces of sums",

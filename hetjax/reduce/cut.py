@@ -17,10 +17,11 @@ import jax
 import numpy as np
 
 from hetjax import profiling
-from hetjax.reduce.exchange import Runs
+from hetjax.reduce.exchange import Frames, Runs
 from hetjax.reduce.sharded import HostCore, HostSharded, _store
 from hetjax.reduce.sliced_update import OwnedPiece
-from hetjax.reduce.wire import FORMATS, Cut, quickest
+from hetjax.reduce.trainable import trainable, with_trained
+from hetjax.reduce.wire import FORMATS, Cut, quickest, slowest_seconds
 from hetjax.sampling.order import PlannedStep
 from hetjax.state import Deferred, State
 
@@ -39,7 +40,8 @@ class HostCut(HostSharded):
 
     def __init__(self, wire: str, *given: Any, left_over: Tree = None):
         super().__init__(*given)
-        if self.layout.dtype != np.float32:
+        cuttable = self.layout.dtype == np.float32
+        if wire != "auto" and not cuttable:
             raise ValueError(
                 f"wire={wire!r} cuts sums in float32, but those of this model are {np.dtype(self.layout.dtype)}. Leave "
                 "it out."
@@ -49,7 +51,8 @@ class HostCut(HostSharded):
         self._use("float32" if wire == "auto" else wire)
         if wire == "auto":
             self.exchange.share_memory()
-            self._use(quickest(self._exchange_once))
+            if cuttable:
+                self._use(quickest(lambda name: slowest_seconds(partial(self._exchange_once, name))))
         self._given_left = left_over
 
     def _use(self, wire: str) -> None:
@@ -61,18 +64,13 @@ class HostCut(HostSharded):
 
     def place(self, core: Any) -> HostCore:
         """See `HostSharded`; what was left over goes to the owners, who add it to the first sum."""
-        placed, given = super().place(core), self._given_left
-        if given is None:
-            return placed
+        given, self._given_left = self._given_left, None
+        if given is None or self.cut is None:
+            return super().place(with_masters(core, given))
+        placed = super().place(core)
         sums, differences = ([np.zeros(n, np.float32) for n in self.layout.grad_sizes] for _ in range(2))
         self._flatten(given["sums"], sums)
         self._flatten(given["differences"], differences)
-        self._given_left = None
-        if self.cut is None:
-            log.info("What the 16 or 8 bits of the earlier run left over of its sums is dropped.")
-            for part, more in zip(placed.vector, differences, strict=True):
-                part += more
-            return placed
         for k, owned in placed.owned.items():
             self.cut.left[k] = np.concatenate(self._piece_of(sums, k))
             owned.masters = [a + b for a, b in zip(owned.masters or [], self._piece_of(differences, k), strict=True)]
@@ -95,9 +93,10 @@ class HostCut(HostSharded):
         runs, samples = self.exchange.runs_of(parts, k), int(step.plan.counts_W.sum())
         if self.cut is None or k not in self.exchange.cut:
             return runs
-        if self.me in self._computing(step):
-            return self.cut.encoded(k, runs, samples)
-        return [self.cut.whole(k, runs, samples)]
+        with profiling.phase("cut"):
+            if self.me in self._computing(step):
+                return self.cut.encoded(k, runs, samples)
+            return [self.cut.whole(k, runs, samples)]
 
     def _total(self, parts: list[np.ndarray] | None, step: PlannedStep, senders: Sequence[int], k: int) -> Runs:
         cut, samples, computing = self.cut, int(step.plan.counts_W.sum()), self._computing(step)
@@ -106,9 +105,13 @@ class HostCut(HostSharded):
 
         def own() -> Runs:
             runs = self.exchange.runs_of(parts or [], k)
-            return cut.split(k, cut.whole(k, runs, samples)) if k in cut.left else runs
+            with profiling.phase("cut"):
+                return cut.split(k, cut.whole(k, runs, samples)) if k in cut.left else runs
 
-        read = lambda frames, sender, slot: cut.decoded(k, frames, sender not in computing, slot)
+        def read(frames: Frames, sender: int, slot: int) -> Runs:
+            with profiling.phase("cut"):
+                return cut.decoded(k, frames, sender not in computing, slot)
+
         return self.exchange.total(k, parts, senders, read, own)
 
     def _before_update(self, core: HostCore, k: int) -> Runs:
@@ -217,3 +220,20 @@ class HostCut(HostSharded):
         """The leaves of the trainable parameters in a vector."""
         leaves = zip(jax.tree.leaves(self.trained), self.layout.places, strict=True)
         return [vector[part][at : at + size].reshape(like.shape).copy() for like, (part, at, size) in leaves]
+
+
+def with_masters(core: Any, left_over: Tree) -> Any:
+    """The core for a run that cuts nothing, after one that did: with its masters, without its errors of sums.
+
+    Args:
+        core: parameters, model state, and more.
+        left_over: `State.more["left_over"]`, or None.
+    """
+    if left_over is None:
+        return core
+    log.info("This run goes on with the masters of the earlier one. What its cuts left over of sums is dropped.")
+    params, *rest = core
+    leaves, tree = jax.tree.flatten(trainable(params))
+    given = zip(leaves, left_over["differences"], strict=True)
+    masters = [(np.asarray(leaf) + more).astype(leaf.dtype) for leaf, more in given]
+    return with_trained(params, jax.tree.unflatten(tree, masters)), *rest

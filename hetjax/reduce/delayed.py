@@ -48,16 +48,34 @@ class Delayed:
     """
 
     def __init__(self, reduce: Any):
-        self.reduce, self.name = reduce, reduce.name
+        self.reduce, self.name, self.wire = reduce, reduce.name, reduce.wire
         reduce.all_take_part = True  # who sits out would get parameters on the way, beside the exchange in flight
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hetjax-exchange")
+        self._flying: Future[Any] | None = None
 
     def __call__(
         self, core: DelayedCore, parts_w: Sequence[Parts], slots_w: Sequence[list[float]], step: PlannedStep
     ) -> tuple[DelayedCore, Future[tuple[Any, Any]]]:
         before = core.latest()
-        exchange = self._thread.submit(self.reduce, before, parts_w, slots_w, step)
+        self._flying = exchange = self._thread.submit(self.reduce, before, parts_w, slots_w, step)
         return DelayedCore(before, exchange), exchange
+
+    def land(self) -> None:
+        """Wait for the exchange in flight, in which every wait has the carrier's limit and names the process.
+
+        Raises:
+            Exception: what the exchange has failed with, once.
+        """
+        flying, self._flying = self._flying, None
+        if flying is not None:
+            flying.result()
+
+    def close(self) -> None:
+        """End the thread, after the exchange in flight; see `land`."""
+        try:
+            self.land()
+        finally:
+            self._thread.shutdown()
 
     def read(self, tail: Future[tuple[Any, Any]]) -> StepReport:
         """The report of a step; waits for its exchange, while the workers compute the next step."""

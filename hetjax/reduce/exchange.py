@@ -93,12 +93,13 @@ class SumExchange:
                 self.same_host.begin()
             for peer in listeners:
                 self.channel.send(peer, _TAIL, [tail])
-            for k in range(len(self.owners) if parts is not None else 0):
-                holders = [holder for holder in self.holders(k) if holder != self.process]
-                if not holders:
-                    continue
-                assert parts is not None
-                frames = self.runs_of(parts, k) if frames_of is None else frames_of(k)
+        for k in range(len(self.owners) if parts is not None else 0):
+            holders = [holder for holder in self.holders(k) if holder != self.process]
+            if not holders:
+                continue
+            assert parts is not None
+            frames = self.runs_of(parts, k) if frames_of is None else frames_of(k)
+            with profiling.phase("send"):
                 near = [holder for holder in holders if holder in self._near and k not in self.cut]
                 if near:
                     assert self.same_host is not None

@@ -43,6 +43,7 @@ class HostSums:
     """
 
     name = "host"
+    wire = "float32"  # how numbers travel: see `hetjax.reduce.wire`
     all_take_part = False  # also processes without samples that own nothing
 
     def __init__(

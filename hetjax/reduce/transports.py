@@ -9,7 +9,6 @@ JAX backend of its own, sums travel by way of the hosts (`hetjax.reduce.host`, `
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +23,7 @@ from jax.sharding import SingleDeviceSharding
 from hetjax.devices.compile import compile_for, compile_over, expected
 from hetjax.devices.workers import AXIS, Workers
 from hetjax.reduce.base import OnDemand, Replicas
-from hetjax.reduce.cut import HostCut
+from hetjax.reduce.cut import HostCut, with_masters
 from hetjax.reduce.delayed import Delayed
 from hetjax.reduce.host import HostReplicated
 from hetjax.reduce.layout import HOST_SLOTS, Layout, Parts, StepReport, level_of_all, with_bad_update
@@ -36,7 +35,6 @@ from hetjax.reduce.wire import WIRES
 from hetjax.sampling.order import PlannedStep
 from hetjax.state import State
 
-log = logging.getLogger("hetjax")
 Tree = Any
 
 # Bytes that a worker may send in one all-to-all. Their transfer time, 4 ms over 1 Gbit/s Ethernet, must stay below the
@@ -110,11 +108,13 @@ def make_reduce(
         ValueError: The options do not go together, or not with these workers.
     """
     check_options(options, workers)
-    if options.wire == "float32" and isinstance(more, dict) and "left_over" in more:
-        log.info("What the 16 or 8 bits of the earlier run left over is dropped: this one has none.")
+    left_over = more.get("left_over") if isinstance(more, dict) else None
+    cuts = workers.by_host and rule is not None and options.update != "replicated" and options.wire != "float32"
+    if not cuts:
+        core, left_over = with_masters(core, left_over), None
     update = unchanged if rule is None else rule.update()
     if workers.by_host:
-        return _between_hosts(options, workers, layout, rule, update, core, more)
+        return _between_hosts(options, workers, layout, rule, update, core, more, left_over)
     if options.transport == "host" or len(workers.kinds) > 1:
         place = meeting_place(workers, layout) if len(workers.own_kinds) > 1 else workers.own[0]
         placed = _private_copy(jax.device_put(core, SingleDeviceSharding(place)))
@@ -177,7 +177,7 @@ def check_options(options: ReduceOptions, workers: Workers) -> None:
 
 def _between_hosts(
     options: ReduceOptions, workers: Workers, layout: Layout, rule: UpdateRule | None, update: Update, core: Any,
-    more: Any,
+    more: Any, left_over: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
     rate_W = np.ones(len(workers)) if options.rate_W is None else options.rate_W
     rate_P = np.bincount(workers.process_W, rate_W)
@@ -197,7 +197,7 @@ def _between_hosts(
         if not workers.elastic:
             reduce.exchange.share_memory()
     else:
-        reduce = HostCut(options.wire, *given, left_over=more.get("left_over") if isinstance(more, dict) else None)
+        reduce = HostCut(options.wire, *given, left_over=left_over)
     if options.delay:
         delayed = Delayed(reduce)
         return delayed, delayed.place(core, more)

@@ -39,6 +39,7 @@ _AT_ONCE = 2**16  # values that stay in a processor's cache from one operation t
 _TINY = float(np.finfo(np.float32).tiny)
 _WORTH = 0.75  # of the time of an exchange: a coarser format has to be as quick
 _ROUNDS = 3  # after one warm-up round
+_LONG = 1.0  # seconds of an exchange that is all link: once in each format says enough
 
 Frames = Sequence[Any]
 
@@ -210,24 +211,22 @@ class Cut:
         return self.split(k, out)
 
 
-def quickest(exchange: Callable[[str], None]) -> str:
+def quickest(seconds_of: Callable[[str], float]) -> str:
     """The format whose exchange is quickest; collective. A coarser one has to save a quarter of the time.
 
     Args:
-        exchange: makes one exchange in a format, in all processes.
+        seconds_of: makes one exchange in a format, in all processes, and returns its time, the same in all.
 
     Returns:
         Its name, the same in all processes.
     """
-    seconds = {}
+    seconds, rounds = {}, 1 + _ROUNDS
     for name in WIRES:
-        times = []
-        for _ in range(1 + _ROUNDS):
-            processes.gather(None)
-            began = time.perf_counter()
-            exchange(name)
-            times.append(time.perf_counter() - began)
-        seconds[name] = max(processes.gather(float(np.median(times[1:]))))
+        times = [seconds_of(name)]
+        if times[0] > _LONG:
+            rounds = 1
+        times += [seconds_of(name) for _ in range(1, rounds)]
+        seconds[name] = float(np.median(times[1:] or times))
     chosen = WIRES[0]
     for name in WIRES[1:]:
         if seconds[name] < _WORTH * seconds[chosen]:
@@ -235,3 +234,11 @@ def quickest(exchange: Callable[[str], None]) -> str:
     log.info("Numbers travel in %s: an exchange takes %s.", chosen,
              ", ".join(f"{1e3 * each:.0f} ms in {name}" for name, each in seconds.items()))  # fmt: skip
     return chosen
+
+
+def slowest_seconds(run: Callable[[], None]) -> float:
+    """The longest time over all processes, which start together; the same in all of them."""
+    processes.gather(None)
+    began = time.perf_counter()
+    run()
+    return max(processes.gather(time.perf_counter() - began))

@@ -43,6 +43,7 @@ SUMMARIES = (
     ("partition", "partition", "{}"),
     ("sync", "sync", "{}"),
     ("engine", "engine", "{}"),
+    ("wire", "numbers between processes", "{}"),
 )
 _HIGHER_IS_BETTER = ("samples_per_s", "efficiency", "test_accuracy")
 _IDEAL = (
