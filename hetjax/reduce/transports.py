@@ -108,13 +108,12 @@ def make_reduce(
         ValueError: The options do not go together, or not with these workers.
     """
     check_options(options, workers)
-    left_over = more.get("left_over") if isinstance(more, dict) else None
     cuts = workers.by_host and rule is not None and options.update != "replicated" and options.wire != "float32"
-    if not cuts:
-        core, left_over = with_masters(core, left_over), None
+    if not cuts and isinstance(more, dict):
+        core = with_masters(core, more.get("left_over"))
     update = unchanged if rule is None else rule.update()
     if workers.by_host:
-        return _between_hosts(options, workers, layout, rule, update, core, more, left_over)
+        return _between_hosts(options, workers, layout, rule, update, core, more)
     if options.transport == "host" or len(workers.kinds) > 1:
         place = meeting_place(workers, layout) if len(workers.own_kinds) > 1 else workers.own[0]
         placed = _private_copy(jax.device_put(core, SingleDeviceSharding(place)))
@@ -177,7 +176,7 @@ def check_options(options: ReduceOptions, workers: Workers) -> None:
 
 def _between_hosts(
     options: ReduceOptions, workers: Workers, layout: Layout, rule: UpdateRule | None, update: Update, core: Any,
-    more: Any, left_over: Any,
+    more: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
     rate_W = np.ones(len(workers)) if options.rate_W is None else options.rate_W
     rate_P = np.bincount(workers.process_W, rate_W)
@@ -197,7 +196,7 @@ def _between_hosts(
         if not workers.elastic:
             reduce.exchange.share_memory()
     else:
-        reduce = HostCut(options.wire, *given, left_over=left_over)
+        reduce = HostCut(options.wire, *given, left_over=more.get("left_over") if isinstance(more, dict) else None)
     if options.delay:
         delayed = Delayed(reduce)
         return delayed, delayed.place(core, more)

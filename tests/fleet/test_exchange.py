@@ -12,9 +12,12 @@ import pytest
 import quick_compiles
 from exchange_program import RATE, SAVED, SIZES
 
+from hetjax.report import read_run
+
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
+TRAIN = HERE.parents[1] / "experiments" / "train.py"
 
 
 def run(case, folder, processes):
@@ -61,6 +64,50 @@ def test_nothing_is_lost_in_fewer_bits_and_replicas_have_the_same_bits(tmp_path)
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=0.02)  # whatever was the quickest
 
 
+def test_a_benched_process_gives_away_its_slice_its_masters_and_what_it_has_left_over(tmp_path):
+    """In its first step without samples; nothing is lost on the way, and replicas have the same bits."""
+    there = run("benched", tmp_path, 2)
+    assert there[0]["states"] == there[1]["states"]
+    for name, steps in (("saved", SAVED), ("end", len(SIZES))):
+        for found, expected in zip(in_all(there[0]["states"][name]), without_cuts(steps), strict=True):
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-6)
+    for process, result in enumerate(there):
+        assert [owners for owners, _ in result["owners"]] == [[0], [0, 1], [1], [0, 1]]
+        on_the_bench, back = (0, 1) if process else (2, 3)
+        assert result["owners"][on_the_bench][1] == 0
+        assert result["owners"][back][1] > 0
+        away = range(2, 4) if process else range(6, 8)
+        assert result["kept"][0] > 0
+        assert not any(result["kept"][n] for n in away)
+        assert all(result["kept"][8:])
+
+
+def test_int8_and_delay_go_on_from_a_checkpoint_on_disk(tmp_path):
+    """Adam and BatchNorm. What the first two steps read was saved; then the rounding of the cuts is another one."""
+
+    def train(folder, steps):
+        command = [
+            "-m", "hetjax", "launch", "--processes", "2", "--transport", "host", "--", TRAIN, "--model", "resnet",
+            "--width", "4", "--optimizer", "adam", "--learning-rate", "0.001", "--batch-size", "32", "--strategy",
+            "equal", "--engine", "looped", "--wire", "int8", "--delay", "1", "--steps", steps, "--out", tmp_path / folder,
+        ]  # fmt: skip
+        flags = {"PYTHONPATH": str(HERE.parents[1]), "XLA_FLAGS": quick_compiles.FLAGS}
+        done = subprocess.run(
+            [sys.executable, *map(str, command)], env={**os.environ, **flags}, capture_output=True, text=True,
+            timeout=280,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr + done.stdout
+        return json.loads((tmp_path / folder / "summary.json").read_text()), read_run(tmp_path / folder).loss_S
+
+    train("two", 6)
+    summary, resumed = train("two", 12)
+    _, whole = train("one", 12)
+    assert summary["wire"] == "int8"
+    assert len(resumed) == len(whole) == 12
+    np.testing.assert_allclose(resumed[:8], whole[:8], rtol=1e-4)
+    np.testing.assert_allclose(resumed[8:], whole[8:], rtol=0.05)
+
+
 def test_a_saved_run_goes_on_with_what_was_left_over(tmp_path):
     there = run("resumed", tmp_path, 3)
     assert there[0] == there[1] == there[2]
@@ -69,6 +116,19 @@ def test_a_saved_run_goes_on_with_what_was_left_over(tmp_path):
     for found, exact in zip(in_all(there[0]["int8"]), expected, strict=True):
         np.testing.assert_allclose(found, exact, rtol=1e-5, atol=2e-6)
     assert there[0]["float32"]["sums"] == []
+    assert there[0]["float32"] == there[0]["auto"]  # both go on from the masters
+    saved = there[0]["saved"]
+    mean = [batches[0]["x"][:, 0].mean(), batches[0]["wide"].mean(axis=0)]
+    for found, params, more, gradient in zip(
+        there[0]["float32"]["params"], saved["params"], saved["differences"], mean, strict=True
+    ):
+        np.testing.assert_allclose(found, np.add(params, more) - RATE * gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_float64_has_nothing_to_cut_and_the_summary_says_what_was_used(tmp_path):
+    there = run("double", tmp_path, 2)
+    assert there[0] == there[1]
+    assert [there[0][wire][:2] for wire in ("auto", "int8")] == [["float32", "float64"], ["int8", "float32"]]
 
 
 def delayed(rows, saved_after):

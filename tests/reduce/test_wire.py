@@ -10,7 +10,8 @@ import optax
 import pytest
 
 import hetjax
-from hetjax.reduce.wire import BLOCK, FORMATS, Cut
+from hetjax.reduce import wire
+from hetjax.reduce.wire import BLOCK, FORMATS, WIRES, Cut
 
 SEED = 11
 
@@ -117,6 +118,23 @@ def test_parameters_follow_their_masters(name):
     masters = masters.copy()
     (still,) = cut.moved(0, [params], cut.differences(0, [masters], [params]))
     assert np.abs(still - masters).max() < 3e-5
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"),
+    [((0.1, 0.08, 0.07), "int8"), ((0.1, 0.08, 0.08), "float32"), ((0.1, 0.06, 0.05), "bfloat16")],
+)
+@pytest.mark.parametrize("scale", [1, 100])
+def test_the_quickest_format_saves_a_quarter_and_long_exchanges_are_made_once(seconds, chosen, scale):
+    made = []
+
+    def seconds_of(name):
+        made.append(name)
+        warm_up = made.count(name) == 1 and scale == 1
+        return 0.5 if warm_up else scale * dict(zip(WIRES, seconds, strict=True))[name]
+
+    assert wire.quickest(seconds_of) == chosen
+    assert made == [name for name in WIRES for _ in range(1 if scale > 1 else 4)]
 
 
 @pytest.mark.parametrize("options", [{"wire": "int8"}, {"wire": "bfloat16"}, {"delay": 1}])
