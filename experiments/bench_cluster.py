@@ -19,7 +19,7 @@ unrest          F statistic of drift in the workers' relative speeds: variance o
 imbalance       (max - min) / mean of the workers' mean local times
 overhead        median of step time - slowest local time, and its share of the step time
 noise ceiling   efficiency of the best FIXED split: mean over steps of mean / max worker time, for counts that equalize
-                mean times, times (1 - overhead share)
+                mean times, times (1 - overhead share); over the workers in use in each step
 recovery_steps  steps after a swap of the fastest and slowest worker's quotas until one takes at most 15% longer than
                 before: median over swaps; the number of steps between swaps if none does
 against         with --against: percent by which a step takes longer than one of a second run with other settings, whose
@@ -45,7 +45,7 @@ import numpy as np
 from benches.breakdown import breakdown as breakdown_of
 from benches.breakdown import table as table_of_causes
 from benches.flags import JsonFile, Switch, Text, from_flags
-from benches.torch_cluster import TorchCluster, figures_of_torch
+from benches.torch_cluster import TorchCluster, TorchMissing, check_torch, figures_of_torch
 from rich.console import Console
 from rich.table import Table
 from studies.wire_accuracy import interval
@@ -55,6 +55,7 @@ from hetjax.fleet.rendezvous import free_port
 from hetjax.launch import child
 from hetjax.launch.quotas import CpuQuota, QuotasRefused, check_cores, remove_stale
 from hetjax.planning.controllers import make
+from hetjax.reduce.wire import FORMATS, WIRES
 
 WORKER = Path(__file__).with_name("benches") / "cluster_worker.py"
 PERIOD = 5  # steps between plans of controllers with a period
@@ -207,9 +208,23 @@ def efficiency_by_round(rounds: list[dict[str, Any]], batch: int, ideals: Sequen
     return found
 
 
-def _timed_all(times: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """The steps in which every worker had samples and was timed: on the bench it has none."""
-    return ~np.isnan(times).any(axis=1) & (counts > 0).all(axis=1)
+def check_exchange(transport: str, update: str, wire: str, delay: int, breakdown: bool) -> None:
+    """Refuse options before the cluster starts."""
+    for name, value, known in (
+        ("transport", transport, ("auto", "mesh", "host")),
+        ("update", update, ("auto", "sharded", "replicated")),
+        ("wire", wire, ("auto", *WIRES)),
+        ("delay", delay, (0, 1)),
+    ):
+        if value not in known:
+            raise ValueError(f"--{name} is {value!r}: give {', '.join(map(str, known[:-1]))} or {known[-1]}.")
+    if (delay or wire in FORMATS) and (transport == "mesh" or update == "replicated"):
+        raise ValueError("--wire and --delay need the transport host and the update sharded: leave these to auto.")
+    if breakdown and delay:
+        raise ValueError(
+            "--breakdown says where the time outside the local phases goes, and with --delay 1 the exchange runs "
+            "beside them: give one of the two."
+        )
 
 
 def pairs(messages: list[dict[str, Any]], by_round: dict[str, list[float]], batch: int) -> dict[str, list[float]]:
@@ -255,8 +270,9 @@ def figures(run: dict[str, Any], batch: int) -> dict[str, float]:
     steps = np.array(run["step_times"])[SKIP:]
     timed = ~np.isnan(times).all(axis=1)
     overhead = steps[timed] - np.nanmax(times[timed], axis=1)
-    by_all = _timed_all(times, np.array(run["counts"], float)[SKIP:])
-    used = ~np.isnan(times[timed]).all(axis=0)  # without those that were always on the bench
+    at_work = ~np.isnan(times) & (np.array(run["counts"])[SKIP:] > 0)
+    used = at_work.any(axis=0)  # without those that were always on the bench
+    by_all = at_work[:, used].all(axis=1)
     mean_W = np.nanmean(times[by_all if by_all.any() else timed][:, used], axis=0)
     return {
         "samples_per_s": batch * len(steps) / steps.sum(),
@@ -269,21 +285,24 @@ def figures(run: dict[str, Any], batch: int) -> dict[str, float]:
 
 
 def noise_ceiling(run: dict[str, Any], overhead_share: float) -> float:
-    """Efficiency of the best fixed split, from the seconds per sample of every worker in every step."""
+    """Efficiency of the best fixed split, from the seconds per sample of every worker in use in every step."""
+    per_sample = _per_sample(run)
+    fixed = per_sample / np.nanmean(per_sample, axis=0)  # a split that equalizes mean times
+    return float((np.nanmean(fixed, axis=1) / np.nanmax(fixed, axis=1)).mean() * (1 - overhead_share))
+
+
+def _per_sample(run: dict[str, Any]) -> np.ndarray:
+    """Seconds per sample in the timed steps of all workers that were ever in use; NaN while one is on the bench."""
     times, counts = np.array(run["times"], float)[SKIP:], np.array(run["counts"], float)[SKIP:]
-    timed = _timed_all(times, counts)
-    if not timed.any():
-        return float("nan")
-    per_sample = times[timed] / counts[timed]
-    fixed = per_sample / per_sample.mean(axis=0)  # a split that equalizes mean times
-    return float((fixed.mean(axis=1) / fixed.max(axis=1)).mean() * (1 - overhead_share))
+    per_sample = np.where(counts > 0, times / np.maximum(counts, 1), np.nan)
+    in_use = ~np.isnan(per_sample)
+    return per_sample[in_use.any(axis=1)][:, in_use.any(axis=0)]
 
 
 def unrest(run: dict[str, Any]) -> float:
     """F statistic of the workers' log times per sample, relative to the mean of all workers."""
-    times, counts = np.array(run["times"], float)[SKIP:], np.array(run["counts"], float)[SKIP:]
-    timed = _timed_all(times, counts)
-    own = np.log(times[timed] / counts[timed])
+    per_sample = _per_sample(run)
+    own = np.log(per_sample[~np.isnan(per_sample).any(axis=1)])
     blocks = np.array_split(own - own.mean(axis=1, keepdims=True), 7)
     if min(map(len, blocks)) < 2:
         return float("nan")
@@ -324,6 +343,15 @@ def _cores(quotas: str) -> list[float]:
     return cores
 
 
+def finite(value: Any) -> Any:
+    """JSON values with null for numbers that are not finite, which JSON lacks."""
+    if isinstance(value, dict):
+        return {name: finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not np.isfinite(value) else value
+
+
 def with_error(mean: float, error: float, sign: str = "") -> str:
     return f"{mean:{sign}.3f}" + (f" ±{error:.3f}" if np.isfinite(error) else "")
 
@@ -358,6 +386,7 @@ def main(
     update: str = "auto",
     swaps: int = 5,
     swap_every: int = 30,
+    no_bench: Switch = False,
     breakdown: Switch = False,
     with_torch: Switch = False,
     torch_python: str = sys.executable,
@@ -375,14 +404,16 @@ def main(
         batch_size: samples per step over all workers.
         steps: number of steps of each controller under constant quotas.
         rounds: number of rounds to split these steps into, with all controllers in each; reduced for few steps.
-        hidden: width of a hidden layer; 0: none, 20 thousand parameters; 3168: 5 million.
+        hidden: width of a hidden layer; 0: none, 20 thousand parameters; 3168: 5 million; 15800: 25 million.
         transport: how sums travel: mesh, host or auto.
         update: sharded, replicated or auto.
         swaps: number of swaps of the fastest and slowest worker's quotas.
         swap_every: steps between swaps.
+        no_bench: let every process compute in every step, as the ideal does; `balanced` may bench one otherwise.
         breakdown: also print where the time outside the slowest local phase goes.
         with_torch: in turn with the same model in PyTorch (benches/torch_worker.py); each round has all of its modes.
-        torch_python: an interpreter that has torch.
+            Needs `pip install -e ".[bench]"`.
+        torch_python: another interpreter, that has torch.
         wire: numbers between processes: float32, bfloat16, int8 or auto.
         delay: steps by which updates are late, 0 or 1.
         against: in turn with a second run, whose settings differ: transport=mesh, update=replicated, comma-separated.
@@ -396,6 +427,9 @@ def main(
         chosen = [_parse_controller(name) for name in names]
         settings = {"controllers": chosen, "quotas": _cores(quotas)}
         settings["against"] = _differences(against)
+        first = {"transport": transport, "update": update, "wire": wire, "delay": delay, "breakdown": breakdown}
+        check_exchange(**first)
+        check_exchange(**{**first, **settings["against"]})
         names = [name for name, *_ in chosen]
         if steps < SKIP + 2 or rounds < 1:
             raise ValueError(f"{steps} steps in {rounds} rounds: give {SKIP + 2} steps or more, in 1 round or more.")
@@ -404,7 +438,7 @@ def main(
                 f"--swap-every is {swap_every}: give {SKIP} steps or more; recovery is relative to those before a swap."
             )
     except ValueError as error:
-        console.print(f"error: {error}", highlight=False, soft_wrap=True)
+        console.print(f"error: {error}", highlight=False, markup=False, soft_wrap=True)
         return 2
     rounds = min(rounds, steps // (SKIP + 2))
     settings |= {
@@ -419,15 +453,18 @@ def main(
         "breakdown": breakdown,
         "torch": torch_python if with_torch else None,
         "second": False,
+        "no_bench": no_bench,
         "wire": wire,
         "delay": delay,
         "solo_s": 1.0 if quick else 2.0,
     }
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that control groups are removed on exit
     try:
+        if with_torch:
+            check_torch(torch_python)
         messages = run_cluster(settings, limit=3600)
-    except QuotasRefused as refused:
-        console.print(f"error: {refused}", highlight=False, soft_wrap=True)
+    except (QuotasRefused, TorchMissing) as refused:
+        console.print(f"error: {refused}", highlight=False, markup=False, soft_wrap=True)
         return 2
     solos, parts, around = solo_speeds(messages)
     ideal = float(solos.sum(axis=1).mean())
@@ -489,13 +526,13 @@ def main(
     results["recovery_steps"] = {name: row.get("recovery_steps") for name, row in by_name.items()}
     if "balanced" in by_name:
         console.print(f"noise ceiling of a fixed split {ceiling:.3f}, unrest {moved:.1f}", highlight=False)
-        results |= {"noise_ceiling": ceiling, "unrest": moved if np.isfinite(moved) else None}
+        results |= {"noise_ceiling": ceiling, "unrest": moved}
         for key, measure in (("lead", by_round), ("lead_in_use", used)):
             ahead = leads(measure)
             text = ", ".join(f"{name} {with_error(*lead, sign='+')}" for name, lead in ahead.items())
             console.print(f"{key.replace('_', ' ')} of balanced: {text or '-'}", highlight=False)
             results[key] = {name: lead[0] for name, lead in ahead.items()}
-            results[f"{key}_error"] = {name: lead[1] if rounds > 1 else None for name, lead in ahead.items()}
+            results[f"{key}_error"] = {name: lead[1] for name, lead in ahead.items()}
     if json_file is not None:
         details = {
             "solo_samples_per_s": solos.tolist(),
@@ -504,7 +541,8 @@ def main(
             **about,
             **settings,
         }
-        json_file.write_text(json.dumps({**results, "details": details, "messages": messages}, indent=1) + "\n")
+        written = finite({**results, "details": details, "messages": messages})
+        json_file.write_text(json.dumps(written, indent=1, allow_nan=False) + "\n")
     return 0
 
 

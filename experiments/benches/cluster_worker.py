@@ -116,6 +116,14 @@ def solo_rates(trainer: Trainer, state: State, data: Any, quotas: Sequence[float
     return [rate for _, rate in sorted(processes.gather([processes.index(), rate]))]
 
 
+def fresh(settings: dict[str, Any]) -> dict[str, Controller]:
+    """New controllers by their names in the table."""
+    made = {name: controllers.make(kind, **options) for name, kind, options in settings["controllers"]}
+    for controller in made.values() if settings["no_bench"] else ():
+        controller.benches = False  # type: ignore[misc]
+    return made
+
+
 def swapped(quotas: Sequence[float]) -> list[float]:
     """The quotas with those of the fastest and slowest worker swapped."""
     other, fast, slow = list(quotas), int(np.argmax(quotas)), int(np.argmin(quotas))
@@ -159,9 +167,6 @@ def main() -> None:
         prices = {rung: round(1e6 * price / rung, 1) for rung, price in sorted(ladder.price_list.prices.items())}
         parent.send(parameters=int(sum(np.size(p) for p in params.values())), us_per_row=prices)
 
-        def fresh() -> dict[str, Controller]:
-            return {name: controllers.make(kind, **options) for name, kind, options in settings["controllers"]}
-
         def run(controller: Controller, by_step: dict[int, Sequence[float]], steps: int) -> dict[str, Any]:
             nonlocal state
             trainer.controller = controller
@@ -178,7 +183,7 @@ def main() -> None:
         if settings["second"]:
             parent.give_turn()
         solo()
-        quiet = fresh()
+        quiet = fresh(settings)
         names, steps = list(quiet), settings["steps"] // settings["rounds"]
         for k in range(settings["rounds"]):
             first = k * len(names) // settings["rounds"]  # rotate the order
@@ -188,7 +193,7 @@ def main() -> None:
             parent.give_turn()
         every, swaps, other = settings["swap_every"], settings["swaps"], swapped(quotas)
         by_step = {0: quotas} | {every * k: other if k % 2 else quotas for k in range(1, swaps + 1)}
-        for name, controller in fresh().items() if swaps else ():
+        for name, controller in fresh(settings).items() if swaps else ():
             parent.send(controller=name, swapped=run(controller, by_step, every * (swaps + 1)))
     leave(0, together=True)
 

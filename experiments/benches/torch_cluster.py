@@ -26,6 +26,24 @@ SKIP = 5  # first steps of a turn
 MOST = 25  # steps of a turn: counts settle at once, or after 5
 
 
+class TorchMissing(RuntimeError):
+    """There is no PyTorch to compare with, or it has ended."""
+
+
+def check_torch(python: str) -> None:
+    """Raise TorchMissing if this interpreter cannot import torch."""
+    try:
+        tried = subprocess.run([python, "-c", "import torch"], capture_output=True, text=True)
+        said = (tried.stderr.strip().splitlines() or [f"exit code {tried.returncode}"])[-1]
+    except OSError as error:
+        tried, said = None, str(error)
+    if tried is None or tried.returncode:
+        raise TorchMissing(
+            f"--with-torch needs PyTorch, which {python} cannot import ({said}). Install it with `pip install -e "
+            '".[bench]"`, or name an interpreter that has it with --torch-python.'
+        )
+
+
 class TorchCluster:
     """The processes; a context manager.
 
@@ -35,7 +53,7 @@ class TorchCluster:
         groups: the control group of each process.
 
     Raises:
-        RuntimeError: if they do not start.
+        TorchMissing: if they do not start.
     """
 
     def __init__(self, python: str, settings: dict[str, Any], groups: Sequence[Path]):
@@ -57,7 +75,11 @@ class TorchCluster:
             )
             self._stack.callback(process.kill)
             self._processes.append(process)
-        self.version = self._answer()["ready"]
+        try:
+            self.version = self._answer()["ready"]
+        except BaseException:
+            self._stack.close()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -84,7 +106,7 @@ class TorchCluster:
         for line in first.stdout:
             if line.startswith("{"):
                 return json.loads(line)
-        raise RuntimeError(f"PyTorch under {self._python} ended early: `{self._python} -c 'import torch'` has to work.")
+        raise TorchMissing(f"PyTorch under {self._python} ended early; what it said stands above.")
 
 
 def figures_of_torch(turns: Sequence[Sequence[dict[str, Any]]], batch: int) -> dict[str, dict[str, Any]]:
@@ -93,9 +115,8 @@ def figures_of_torch(turns: Sequence[Sequence[dict[str, Any]]], batch: int) -> d
     for j, mode in enumerate(MODES):
         answers = [turn[j] for turn in turns]
         steps = [np.array(answer["step_times"])[SKIP:] for answer in answers]
-        outside = np.concatenate(
-            [of - np.array(answer["times"])[SKIP:].max(axis=1) for of, answer in zip(steps, answers, strict=True)]
-        )
+        slowest = [np.array(answer["times"], float)[SKIP:].max(axis=1) for answer in answers]
+        outside = np.concatenate(steps) - np.concatenate(slowest)
         ideal = [(sum(answer["solo"]) + sum(answer["solo_after"])) / 2 for answer in answers]
         rates = [batch * len(of) / of.sum() for of in steps]
         found[mode] = {

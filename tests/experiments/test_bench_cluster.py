@@ -16,6 +16,7 @@ from bench_cluster import (
     _parse_controller,
     efficiency_by_round,
     figures,
+    finite,
     joined,
     leads,
     main,
@@ -27,7 +28,7 @@ from bench_cluster import (
     use_by_round,
 )
 from benches.breakdown import breakdown, table
-from benches.cluster_worker import swapped
+from benches.cluster_worker import fresh, swapped
 from benches.torch_cluster import MODES, figures_of_torch
 from benches.torch_cluster import SKIP as SKIP_IN_TORCH
 from rich.console import Console
@@ -84,6 +85,31 @@ def test_the_noise_ceiling_is_that_of_shares_that_equalize_mean_times():
     """Worker 0 is alternately 50% slower and faster. Worker 1 is constant, with half the samples it could take."""
     run = run_of([[1.5, 0.5], [0.5, 0.5]], [2.0, 2.0])
     assert noise_ceiling(run, overhead_share=0.1) == pytest.approx(0.9 * ((1.25 / 1.5) + (0.75 / 1.0)) / 2)
+
+
+def test_workers_on_the_bench_do_not_count_in_the_noise_ceiling():
+    """Worker 2 is always on the bench, worker 1 in the last two steps."""
+    two, none = run_of([[1.5, 0.5], [0.5, 0.5]], [2.0, 2.0]), [None]
+    three = two | {"times": [[*row, *none] for row in two["times"]], "counts": [[30, 10, 0]] * len(two["counts"])}
+    assert noise_ceiling(three, 0.1) == pytest.approx(noise_ceiling(two, 0.1))
+    alone = {
+        "times": [*three["times"], [1.0, None, None], [1.0, None, None]],
+        "counts": [*three["counts"], *[[30, 0, 0]] * 2],
+    }
+    assert noise_ceiling(alone, 0.0) == pytest.approx(((1.25 / 1.5) + (0.75 / 1.0) + 1 + 1) / 4)
+    found = figures(three | {"step_times": two["step_times"]}, batch=40)
+    assert found == pytest.approx(figures(two, batch=40))
+
+
+def test_no_controller_benches_if_asked():
+    settings = {"controllers": [("balanced", "balanced", {}), ("equal", "equal", {})]}
+    benches = lambda no: [controller.benches for controller in fresh(settings | {"no_bench": no}).values()]
+    assert (benches(False), benches(True)) == ([True, False], [False, False])
+
+
+def test_what_is_not_finite_is_null_in_the_results():
+    given = {"a": float("nan"), "b": [1.0, (float("inf"), 2)], "c": {"d": np.float64("nan"), "e": "nan"}}
+    assert finite(given) == {"a": None, "b": [1.0, [None, 2]], "c": {"d": None, "e": "nan"}}
 
 
 def test_unrest_is_one_under_noise_and_larger_if_a_worker_slows_down():
@@ -150,13 +176,14 @@ def test_the_fastest_and_the_slowest_are_swapped():
 @pytest.mark.parametrize("other", [0.2, None])  # None: it had no samples
 def test_the_time_outside_belongs_to_the_process_that_was_slowest_in_a_step(other):
     phases_P = [
-        [{"send": 0.5, "reduce": 0.5}, {"send": 0.004, "gather": 0.002, "reduce": 0.008, "place": 0.001}],
+        [{"send": 0.5, "reduce": 0.5}, {"send": 0.003, "cut": 0.001, "gather": 0.002, "reduce": 0.008, "place": 0.001}],
         [{}, {"send": 0.1, "reduce": 0.1}],
     ]
     run = {"times": [[9, 9], [0.3, other]], "step_times": [9, 0.312], "phases": phases_P}
     found = breakdown(run, skip=1)
     assert found["outside_ms"] == pytest.approx(12) == pytest.approx(sum(found["by_cause"].values()))
-    assert found["by_cause"]["send"] == pytest.approx(4)
+    assert found["by_cause"]["send"] == pytest.approx(3)
+    assert found["by_cause"]["cut"] == pytest.approx(1)
     assert found["by_cause"]["rest of the exchange"] == pytest.approx(2)
     assert found["by_cause"]["host, before and after"] == pytest.approx(3)
     assert found["by_process"][1]["send"] == pytest.approx(100)
@@ -198,6 +225,15 @@ def test_names_and_periods_of_controllers():
         ({"against": "transport=mesh,transport=host"}, "once each"),
         ({"against": "update="}, "--against is 'update='"),
         ({"quotas": "0.8,0"}, "A quota is a number of cores"),
+        ({"wire": "foo"}, "--wire is 'foo': give auto, float32, bfloat16 or int8."),
+        ({"delay": 3}, "--delay is 3: give 0 or 1."),
+        ({"transport": "pigeon"}, "--transport is 'pigeon': give auto, mesh or host."),
+        ({"against": "wire=foo"}, "--wire is 'foo'"),
+        ({"wire": "int8", "update": "replicated"}, "--wire and --delay need the transport host"),
+        ({"delay": 1, "against": "transport=mesh"}, "--wire and --delay need the transport host"),
+        ({"breakdown": True, "delay": 1}, "the exchange runs beside them: give one of the two."),
+        ({"with_torch": True, "torch_python": "/no/python"}, "--with-torch needs PyTorch, which /no/python cannot"),
+        ({"with_torch": True, "torch_python": "/bin/false"}, 'Install it with `pip install -e ".[bench]"`'),
     ],
 )
 def test_invalid_arguments_are_rejected_with_a_message(given, message, capsys):
