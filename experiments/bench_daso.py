@@ -10,6 +10,7 @@ Methods:
     allreduce        gradients summed over all nodes in every step, in 32 bits: the paper's control
     allreduce-16     the same in 16 bits: the control for methods that send 16 bits
     wire-16, wire-8  hetjax's exchange in every step, gradients and parameters in 16 or 8 bits, with error feedback
+    wire-auto        the same in the format that is quickest when the run starts; "wire" in its runs says which
     delay, wire-16-delay, wire-8-delay    the same, and updates late by one step; behind real links only
     daso             the defaults, in 16 bits; daso-32: in 32; daso-paper: as published, 32 bits while cycling
     local-sgd        the same number and size of exchanges as daso, but nodes block on each of them; local-sgd-32
@@ -231,6 +232,7 @@ def figures(result: dict[str, Any], target: float) -> dict[str, Any]:
         "waited_s": float(np.median([record["waited"] for record in stale])) if stale else None,
         "exchanges": float(result["exchanges"]),
         "bytes": float(result["bytes"]),
+        **({"wire": result["wire"]} if "wire" in result else {}),
         "curve": [[round(epoch[name], 4) for name in ("until", "loss", "accuracy")] for epoch in epochs],
     }
 

@@ -24,6 +24,7 @@ from hetjax.data import load  # noqa: E402
 from hetjax.data.catalog import synthetic_source  # noqa: E402
 from hetjax.devices.chosen import chosen_devices  # noqa: E402
 from hetjax.planning import controllers  # noqa: E402
+from hetjax.reduce.wire import BLOCK  # noqa: E402
 from hetjax.sync.allreduce import AllReduce  # noqa: E402
 from hetjax.sync.daso import Daso  # noqa: E402
 from hetjax.sync.daso.averaging import bytes_sent  # noqa: E402
@@ -31,7 +32,7 @@ from hetjax.trainer import Trainer  # noqa: E402
 from hetjax.zoo.tasks import classification  # noqa: E402
 
 WORKERS = 2  # of a node
-BITS = {"bfloat16": 16, "int8": 8}
+BITS = {"float32": 32, "bfloat16": 16, "int8": 8 + 32 / BLOCK}  # a parameter on the wire, with its part of a scale
 LAYERS = (784, 1024, 256, 10)  # 1,068,810 parameters
 
 
@@ -109,7 +110,7 @@ def main(spec: dict[str, Any]) -> None:
             snapshots.append(jax.tree.map(one, state.params))
 
     with trainer:
-        state, _ = trainer.fit(trainer.init(init_mlp(seed)), train, epochs=spec["epochs"], hooks=[keep])
+        state, history = trainer.fit(trainer.init(init_mlp(seed)), train, epochs=spec["epochs"], hooks=[keep])
         steps = int(state.step)
     if info.first:
         blocking = lambda e: not isinstance(sync, Daso) or sync.schedule.blocking(e)
@@ -121,10 +122,10 @@ def main(spec: dict[str, Any]) -> None:
         journal = [record._asdict() for record in sync.reduce.journal] if isinstance(sync, Daso) else []
         exchanges, size = len(journal), sum(record["bytes"] for record in journal)
         if not isinstance(sync, Daso):  # one all-reduce of gradients per step
-            bits = BITS.get(spec["options"].get("wire", "float32"), 32)
-            size = steps * bytes_sent("total", jax.tree.leaves(snapshots[0]), processes.count()) * bits // 32
-            exchanges = steps
+            exact = bytes_sent("total", jax.tree.leaves(snapshots[0]), processes.count())
+            size, exchanges = int(steps * exact * BITS[history.more.get("wire", "float32")] / 32), steps
         result = {"epochs": epochs, "journal": journal, "exchanges": exchanges, "bytes": size}
+        result |= {"wire": history.more["wire"]} if "wire" in history.more else {}
         print("result", json.dumps(result), flush=True)
     leave(0, together=True)
 

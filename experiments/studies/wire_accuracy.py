@@ -29,7 +29,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "bfloat16": {"wire": "bfloat16"},
     "int8": {"wire": "int8"},
     "delay": {"delay": 1},
-    "int8, delay": {"wire": "int8", "delay": 1},
+    "int8+delay": {"wire": "int8", "delay": 1},
 }
 QUANTILE = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # of Student's t by number of pairs
 BOUND = 0.5  # points
@@ -45,7 +45,7 @@ class Options:
     models: str = "cnn,transformer"
     seeds: int = 5
     steps: int = 600
-    arms: str = ",".join(name for name in ARMS if "," not in name)
+    arms: str = ",".join(ARMS)
     """formats to compare with float32, comma-separated"""
     figure: Annotated[Path | None, optional("FILE")] = None
     """draw the losses of the first seed"""

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from studies.wire_accuracy import QUANTILE, draw, interval, verdict
+from studies.wire_accuracy import ARMS, QUANTILE, Options, draw, interval, verdict
 
 
 def test_the_interval_is_that_of_students_t():
@@ -18,6 +18,10 @@ def test_the_interval_is_that_of_students_t():
 )
 def test_a_verdict_needs_the_whole_interval_on_one_side(pairs, expected):
     assert verdict(pairs) == expected
+
+
+def test_all_arms_run_by_default():
+    assert Options().arms.split(",") == list(ARMS)
 
 
 def test_the_losses_of_the_first_seed_are_drawn(tmp_path):
