@@ -46,6 +46,8 @@ from hetjax.fleet.sockets import LARGEST, LINGER, REFUSALS, Sockets, local_addre
 
 log = logging.getLogger("hetjax")
 
+MessageKey = tuple[int, int, int, int]  # channel, round, piece, sender
+
 _STRAGGLE = 3.0  # seconds in which process 0 waits for others to tell them that they are refused
 _DROPPED = 3  # handshakes that process 0 may drop without a word, as it does with another key
 _EARLY = 4096  # messages kept of processes that know all others already
@@ -117,8 +119,8 @@ class Carrier:
         self._token = NO_TOKEN
         self._sending = threading.Lock()  # sockets are used by several threads, one at a time
         self._arrived = threading.Condition()
-        self._mail: dict[tuple[int, int, int, int], Mail] = {}
-        self._wanted: set[tuple[int, int, int, int]] = set()
+        self._mail: dict[MessageKey, Mail] = {}
+        self._wanted: set[MessageKey] = set()
         self._lost: dict[int, str] = {}
         self._failed: BaseException | None = None  # of the thread
         self._pulse = Pulse(self.others, heartbeat_limit, time.monotonic())
@@ -170,10 +172,36 @@ class Carrier:
             TimeoutError: if the message did not arrive within the limit.
             RuntimeError: if the carrier itself failed.
         """
-        key, limit = (channel, round_, piece, sender), self.wait_limit if limit is None else limit
+        _, mail = self._await([(channel, round_, piece, sender)], limit, take=True)
+        assert mail is not None
+        return mail
+
+    def take(self, sender: int, channel: int, round_: int, piece: int) -> Mail | None:
+        """A message if it has arrived."""
+        with self._arrived:
+            return self._mail.pop((channel, round_, piece, sender), None)
+
+    def first_arrived(self, messages: Sequence[tuple[int, int]], channel: int, round_: int) -> tuple[int, int]:
+        """Wait for one of several messages of a round, with the errors of `receive` for the first of them.
+
+        Args:
+            messages: sender and piece of each.
+            channel: their channel.
+            round_: their round.
+
+        Returns:
+            The first one that has arrived; `receive` or `take` takes it.
+        """
+        keys = [(channel, round_, piece, sender) for sender, piece in messages]
+        (_, _, piece, sender), _ = self._await(keys, None, take=False)
+        return sender, piece
+
+    def _await(self, keys: Sequence[MessageKey], limit: float | None, take: bool) -> tuple[MessageKey, Mail | None]:
+        """Wait for one of these messages; the first that has arrived, and its content if it is taken."""
+        limit, sender = self.wait_limit if limit is None else limit, keys[0][-1]
         deadline = time.monotonic() + limit
         with self._arrived:
-            while key not in self._mail:
+            while (found := self._found(keys)) is None:
                 self._check_thread()
                 if sender in self._lost:
                     first = next(iter(self._lost))  # the others may have ended because of it
@@ -183,10 +211,16 @@ class Carrier:
                         f"Process {sender} sent nothing for {limit:g} s, although it answers: it may compute for "
                         "longer than the others, or run another program. Raise wait_limit if steps can take that long."
                     )
-                self._wanted.add(key)
+                self._wanted.update(keys)
                 self._arrived.wait(left)
-            self._wanted.discard(key)
-            return self._mail.pop(key)
+            return found, self._mail.pop(found) if take else None
+
+    def _found(self, keys: Sequence[MessageKey]) -> MessageKey | None:
+        """The first of these messages that has arrived, with the lock held; then none of them is waited for."""
+        found = next((key for key in keys if key in self._mail), None)
+        if found is not None:
+            self._wanted.difference_update(keys)
+        return found
 
     def latest(self, sender: int, channel: int, round_: int, piece: int) -> Mail | None:
         """The newest message of this number up to a round, if any has arrived; older ones are dropped."""

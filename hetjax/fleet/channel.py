@@ -29,6 +29,14 @@ class Channel:
         """Wait for a piece of this round."""
         return self.carrier.receive(sender, self.number, self.round, piece, limit)
 
+    def take(self, sender: int, piece: int) -> Mail | None:
+        """A piece of this round if it has arrived."""
+        return self.carrier.take(sender, self.number, self.round, piece)
+
+    def first_arrived(self, messages: Sequence[tuple[int, int]]) -> tuple[int, int]:
+        """Wait for one of several messages (sender, piece) of this round; it is taken by `receive`."""
+        return self.carrier.first_arrived(messages, self.number, self.round)
+
     def send_long(self, to: int, content: bytes) -> None:
         """Send bytes of any length as piece 0 and following ones."""
         view = memoryview(content)

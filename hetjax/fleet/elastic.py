@@ -19,7 +19,7 @@ from typing import Any
 
 import zmq
 
-from hetjax.fleet.carrier import Carrier
+from hetjax.fleet.carrier import Carrier, MessageKey
 from hetjax.fleet.channel import Buffer, Channel, Mail
 from hetjax.fleet.generations import Generation, Superseded
 from hetjax.fleet.protocol import BYE, unpacked
@@ -170,24 +170,23 @@ class ElasticCarrier(Carrier):
             self._check_generation()
         return super().send(to, channel, round_, piece, buffers)
 
-    def receive(self, sender: int, channel: int, round_: int, piece: int, limit: float | None = None) -> Mail:
-        """Wait for a message; a sender that is lost is reported, and a newer generation awaited.
+    def _await(self, keys: Sequence[MessageKey], limit: float | None, take: bool) -> tuple[MessageKey, Mail | None]:
+        """See `Carrier`; a sender that is lost is reported, and a newer generation awaited.
 
         Raises:
             GenerationChanged: if a newer generation was proposed.
             TimeoutError: if neither the message nor a newer generation came within the limit.
         """
-        key, limit = (channel, round_, piece, sender), self.wait_limit if limit is None else limit
+        limit, sender = self.wait_limit if limit is None else limit, keys[0][-1]
         assert self.registration is not None
         deadline = time.monotonic() + limit
         while True:
             with self._arrived:
                 self._check_thread()
                 self._check_generation()
-                if key in self._mail:
-                    self._wanted.discard(key)
-                    return self._mail.pop(key)
-                self._wanted.add(key)
+                if (found := self._found(keys)) is not None:
+                    return found, self._mail.pop(found) if take else None
+                self._wanted.update(keys)
                 self._arrived.wait(_LOOK)
                 lost = self._lost.get(sender)
             late = time.monotonic() > deadline

@@ -89,7 +89,7 @@ class HostCut(HostSharded):
     def _computing(self, step: PlannedStep) -> set[int]:
         return set(self.workers.process_W[step.plan.counts_W > 0].tolist())
 
-    def _frames(self, parts: list[np.ndarray], step: PlannedStep, k: int) -> Sequence[Any]:
+    def _frames(self, parts: Sequence[np.ndarray], step: PlannedStep, k: int) -> Sequence[Any]:
         runs, samples = self.exchange.runs_of(parts, k), int(step.plan.counts_W.sum())
         if self.cut is None or k not in self.exchange.cut:
             return runs
@@ -98,21 +98,23 @@ class HostCut(HostSharded):
                 return self.cut.encoded(k, runs, samples)
             return [self.cut.whole(k, runs, samples)]
 
-    def _total(self, parts: list[np.ndarray] | None, step: PlannedStep, senders: Sequence[int], k: int) -> Runs:
+    def _total(
+        self, parts: Sequence[np.ndarray] | None, step: PlannedStep, senders: Sequence[int], k: int, total: Any = None
+    ) -> Any:
         cut, samples, computing = self.cut, int(step.plan.counts_W.sum()), self._computing(step)
         if cut is None or k not in self.exchange.cut:
-            return super()._total(parts, step, senders, k)
+            return super()._total(parts, step, senders, k, total)
 
         def own() -> Runs:
             runs = self.exchange.runs_of(parts or [], k)
             with profiling.phase("cut"):
                 return cut.split(k, cut.whole(k, runs, samples)) if k in cut.left else runs
 
-        def read(frames: Frames, sender: int, slot: int) -> Runs:
+        def read(frames: Frames, sender: int) -> Runs:
             with profiling.phase("cut"):
-                return cut.decoded(k, frames, sender not in computing, slot)
+                return cut.decoded(k, frames, sender not in computing)
 
-        return self.exchange.total(k, parts, senders, read, own)
+        return (total or self.exchange.total)(k, parts, senders, read, own)
 
     def _before_update(self, core: HostCore, k: int) -> Runs:
         masters = core.owned[k].masters
@@ -161,7 +163,7 @@ class HostCut(HostSharded):
 
         exchange.send(parts, np.zeros(1, np.float32), others, frames_of)
         exchange.tail(np.zeros(1, np.float32), everyone)
-        read = None if cut is None else lambda k, frames, sender, slot: cut.decoded(k, frames, False, slot)
+        read = None if cut is None else lambda k, frames, sender: cut.decoded(k, frames, False)
         for k in self._own_pieces():
             runs = exchange.total(k, parts, everyone, None if read is None else partial(read, k))
             sent = runs if form is None else form.encode(np.concatenate(runs))
@@ -172,7 +174,7 @@ class HostCut(HostSharded):
             if exchange.owners[k] != self.me:
                 _, came = exchange.result(k, like_sums=k in self._plain)
                 if cut is not None:
-                    cut.decoded(k, came, False, 0)
+                    cut.decoded(k, came, False)
         exchange.end()
 
     # -- what is saved --

@@ -3,14 +3,16 @@
     everyone                sends its tail (loss, metrics, slots) to all, and the pieces of its sums to their owners
     the owner of a piece    adds what came in process order, and sends the result to all
 
-What the result is (the total, or new parameters) is up to the caller. Pieces are sent without waiting, so copies, the
-network and adding overlap. All processes add the same numbers in the same order, so they get the same bits.
+What the result is (the total, or new parameters) is up to the caller. Pieces are sent without waiting, and an owner
+adds what comes before the last tail, so copies, the network and adding overlap. All processes add the same numbers in
+the same order, so they get the same bits.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -22,10 +24,30 @@ from hetjax.reduce.same_host import SameHost
 Runs = list[np.ndarray]
 Run = tuple[int, int, int]  # (part, start, stop)
 Frames = Sequence[Any]
-Read = Callable[[Frames, int, int], Runs]
+Read = Callable[[Frames, int], Runs]
+Missing = list[tuple[int, int]]  # messages (sender, number) that have not arrived
 
 FRAME = 2**22  # elements, or bytes, of one frame of a long message
 _TAIL = 0  # number of the message with the tail; pieces follow
+
+
+@dataclass
+class _Sum:
+    """The sums of a piece so far."""
+
+    added: int = 0  # processes
+    held: Runs | None = None  # the first summand: added to the second one without a copy
+
+    def add(self, came: Runs, sums: Runs, keep: bool) -> None:
+        """Add the next summand; `keep`: its memory stays as it is in this round."""
+        with np.errstate(invalid="ignore", over="ignore"):  # looked for later
+            for run, (first, other) in zip(sums, zip(self.held or sums, came, strict=True), strict=True):
+                if self.added:
+                    np.add(first, other, out=run)
+                elif not keep:
+                    run[:] = other
+        self.held = came if keep and not self.added else None
+        self.added += 1
 
 
 class SumExchange:
@@ -47,6 +69,7 @@ class SumExchange:
         self.cut: frozenset[int] = frozenset()  # pieces whose sums travel in another form than they have
         self._sent: dict[int, list[Any]] = {}  # trackers of results, whose buffers are used again
         self._totals: dict[int, Runs] = {}
+        self._begun: dict[int, _Sum] = {}  # own pieces of this round
 
     def share_memory(self) -> None:
         """Let processes of one host exchange pieces in shared memory; all processes call this."""
@@ -57,6 +80,7 @@ class SumExchange:
         """Go on as this process of another membership."""
         self.process, self.same_host = process, None
         self._sent.clear()  # to members that are gone
+        self._begun.clear()
 
     @property
     def _near(self) -> Container[int]:
@@ -107,16 +131,31 @@ class SumExchange:
                 for holder in holders:
                     self.channel.send(holder, 1 + k, [] if holder in near else frames)
 
-    def tail(self, own: np.ndarray | None, senders: Sequence[int]) -> np.ndarray:
-        """The sum of all tails, in process order; `own`: None for a process that sends none."""
+    def tail(
+        self, own: np.ndarray | None, senders: Sequence[int], meanwhile: Callable[[], Missing] | None = None
+    ) -> np.ndarray:
+        """The sum of all tails, in process order.
+
+        Args:
+            own: the tail of this process; None: it sends none.
+            senders: processes with tails.
+            meanwhile: adds what has arrived of the pieces, and returns the messages that come next (`add_arrived`).
+        """
         total: np.ndarray | None = None
-        with profiling.phase("meet"):
-            for sender in senders:
-                one = own if sender == self.process else self._read(self.channel.receive(sender, _TAIL)[0])
-                assert one is not None
-                total = one.copy() if total is None else total + one
+        for sender in senders:
+            one = own if sender == self.process else self._tail_of(sender, meanwhile)
+            assert one is not None
+            total = one.copy() if total is None else total + one
         assert total is not None
         return total
+
+    def _tail_of(self, sender: int, meanwhile: Callable[[], Missing] | None) -> np.ndarray:
+        tail = sender, _TAIL
+        while True:
+            missing = [] if meanwhile is None else meanwhile()
+            with profiling.phase("meet"):
+                if not missing or self.channel.first_arrived([tail, *missing]) == tail:
+                    return self._read(self.channel.receive(*tail)[0])
 
     def total(
         self, k: int, parts: Sequence[np.ndarray] | None, senders: Sequence[int], read: Read | None = None,
@@ -128,36 +167,51 @@ class SumExchange:
             k: number of the piece.
             parts: the sums of this process, if it is among the senders.
             senders: processes with sums.
-            read: (frames, sender, slot) -> runs, for a piece that travels cut; it may use two slots of memory in turn.
+            read: (frames, sender) -> runs, for a piece that travels cut; its memory may be used again.
             own: makes the runs of this process. Default: those in the parts.
         """
-        with profiling.phase("receive"):
-            for tracker in self._sent.pop(k, []):
-                tracker.wait(self.channel.carrier.wait_limit)
+        self.add_arrived(k, parts, senders, read, own, wait=True)
+        held = self._begun.pop(k).held
+        return held if held is not None else self._totals[k]
+
+    def add_arrived(
+        self, k: int, parts: Sequence[np.ndarray] | None, senders: Sequence[int], read: Read | None = None,
+        own: Callable[[], Runs] | None = None, wait: bool = False,
+    ) -> Missing:  # fmt: skip
+        """Add to the sums of an own piece as far as they have arrived, in process order; see `total`.
+
+        Returns:
+            The message that comes next; none: nothing is waited for.
+        """
         sums = self._totals.setdefault(k, [np.empty(stop - start, self.dtype) for _, start, stop in self.runs[k]])
-        held: Runs | None = None  # the first summand: added to the second one without a copy
-        for number, sender in enumerate(senders):
+        if k not in self._begun:
+            if not wait and not all(tracker.done for tracker in self._sent.get(k, [])):
+                return []  # the memory is still being sent
+            with profiling.phase("receive"):
+                for tracker in self._sent.pop(k, []):
+                    tracker.wait(self.channel.carrier.wait_limit)
+            self._begun[k] = _Sum()
+        begun = self._begun[k]
+        for sender in senders[begun.added :]:
             if sender == self.process:
                 came = self.runs_of(parts or [], k) if own is None else own()
             else:
                 with profiling.phase("receive"):
-                    frames = self.channel.receive(sender, 1 + k)
-                if read is None:
-                    came = self._runs_of(k, frames, sender, "sums")
-                else:
-                    came = read(frames, sender, min(number, 1))
-            if number == 0:
-                held = came
-                continue
+                    receive = self.channel.receive if wait else self.channel.take
+                    frames = receive(sender, 1 + k)
+                if frames is None:
+                    return [(sender, 1 + k)]
+                came = self._runs_of(k, frames, sender, "sums") if read is None else read(frames, sender)
             with profiling.phase("add"):
-                for run, (first, other) in zip(sums, zip(held or sums, came, strict=True), strict=True):
-                    np.add(first, other, out=run)
-            held = None
-        if held is not None and read is not None:  # its memory is used again
-            for run, only in zip(sums, held, strict=True):
-                run[:] = only
-            held = None
-        return held if held is not None else sums
+                begun.add(came, sums, keep=sender == self.process or read is None)
+        return []
+
+    def drop(self, k: int, senders: Sequence[int]) -> None:
+        """Take the rest of an own piece, whose sums nobody needs."""
+        begun = self._begun.pop(k, _Sum())
+        for sender in senders[begun.added :]:
+            if sender != self.process:
+                self.channel.receive(sender, 1 + k)
 
     def publish(
         self, k: int, header: np.ndarray, runs: Sequence[np.ndarray], to: Sequence[int], like_sums: bool = True

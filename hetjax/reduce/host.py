@@ -5,6 +5,7 @@ Every process receives the totals and applies the same update; `hetjax.reduce.sh
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -91,28 +92,36 @@ class HostSums:
 
     # -- sums --
 
-    def local_sums(self, parts_w: Sequence[Parts], step: PlannedStep) -> list[np.ndarray] | None:
-        """The sums over this process's workers, in their order, as host arrays; None without samples."""
+    def local_sums(self, parts_w: Sequence[Parts], step: PlannedStep) -> Sequence[np.ndarray] | None:
+        """The sums over this process's workers, in their order, as host arrays; None without samples.
+
+        Each part comes to the host when it is first read, so that the first ones travel on while the next ones come.
+        """
         given = [(i, parts) for i, parts in zip(self.workers.local, parts_w, strict=True) if parts]
         for _, parts in given:
-            for part in parts:
+            for part in (parts[-1], *parts[:-1]):  # the tail is in the last part, and is sent first
                 part.copy_to_host_async()
-        total: list[np.ndarray] | None = None
-        for i, parts in given:
-            one = [np.asarray(part).reshape(-1) for part in parts]
-            if step.plan.weights_W is not None:
-                weight = np.asarray(step.plan.weights_W[i], self.layout.dtype)
-                grads = self.layout.grad_sizes
-                one = [np.concatenate([x[:n] * weight, x[n:]]) for x, n in zip(one, grads, strict=True)]
-            total = one if total is None else [a + b for a, b in zip(total, one, strict=True)]
-        return total
 
-    def own_tail(self, parts: list[np.ndarray] | None, slots_w: Sequence[list[float]]) -> np.ndarray:
+        def weighted(i: int, p: int, part: np.ndarray) -> np.ndarray:
+            if step.plan.weights_W is None:
+                return part
+            weight, grads = np.asarray(step.plan.weights_W[i], self.layout.dtype), self.layout.grad_sizes[p]
+            return np.concatenate([part[:grads] * weight, part[grads:]])
+
+        def read(p: int) -> np.ndarray:
+            with profiling.phase("copy"):
+                part_w = [weighted(i, p, np.asarray(parts[p]).reshape(-1)) for i, parts in given]
+                return functools.reduce(np.add, part_w)
+
+        return OnDemand(len(self.layout.sizes), read) if given else None
+
+    def own_tail(self, parts: Sequence[np.ndarray] | None, slots_w: Sequence[list[float]]) -> np.ndarray:
         """This process's tail: loss, weight, count and metrics, and the slots of its workers in a table of zeros."""
         values = self.layout.values
         tail = np.zeros(values + len(self.workers) * len(SLOTS), self.layout.dtype)
         if parts is not None:
-            tail[:values] = parts[-1][len(parts[-1]) - values :]
+            last = parts[len(parts) - 1]
+            tail[:values] = last[len(last) - values :]
         table = tail[values:].reshape(-1, len(SLOTS))
         for i, slots in zip(self.workers.local, slots_w, strict=True):
             table[i, : len(slots)] = slots
@@ -183,9 +192,8 @@ class HostReplicated(HostSums):
         self, core: Any, parts_w: Sequence[Parts], slots_w: Sequence[list[float]], step: PlannedStep
     ) -> tuple[Any, np.ndarray]:
         exchange, senders = self.exchange, self.contributors(step)
-        with profiling.phase("copy"):
-            parts = self.local_sums(parts_w, step) if self.me in senders else None
-            tail = self.own_tail(parts, slots_w)
+        parts = self.local_sums(parts_w, step) if self.me in senders else None
+        tail = self.own_tail(parts, slots_w)
         others = [process for process in self.everyone if process != self.me]
         exchange.send(parts, tail, others)
         tail = exchange.tail(tail, self.everyone)

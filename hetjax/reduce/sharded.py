@@ -186,21 +186,22 @@ class HostSharded(HostSums):
             left_out = self._left_out(tail)
             self._end(step, applied=not left_out)
             return (core if left_out else replace(core, fresh=frozenset(involved))), tail
-        with profiling.phase("copy"):
-            parts = self.local_sums(parts_w, step) if self.me in senders else None
-            tail = self.own_tail(parts, slots_w)
+        parts = self.local_sums(parts_w, step) if self.me in senders else None
+        tail = self.own_tail(parts, slots_w)
         self.speak_for_absent(tail, involved, step)
         if parts is None and self.me in senders:  # its last sum: see `HostCut`
             parts = [np.zeros(size, self.layout.dtype) for size in self.layout.sizes]
         frames_of = None if parts is None else partial(self._frames, parts, step)
         exchange.send(parts, tail, [process for process in involved if process != self.me], frames_of)
-        tail = exchange.tail(tail, involved)
+        add = partial(self._total, parts, step, senders, total=exchange.add_arrived)
+        tail = exchange.tail(tail, involved, lambda: [message for k in exchange.own for message in add(k)])
         self.before, self.spare, self._given = None, {}, None  # all have what this step starts from
         values = tail[: self.layout.values]
         loss, weight = float(values[0]), float(values[1])
         level = level_of([values], sum_of_squares([values]))
         if level >= NONFINITE or not weight > 0:  # known to all before anything else is sent
-            self._drain(senders)
+            for k in exchange.own:
+                exchange.drop(k, senders)
             self._end(step, applied=False)
             tail = self.report_bad(tail, level, False, parts_w, involved)
             return self._made(core, core), tail
@@ -253,13 +254,15 @@ class HostSharded(HostSums):
 
     # -- the form in which pieces travel: as they are (`HostCut` overrides these) --
 
-    def _frames(self, parts: list[np.ndarray], step: PlannedStep, k: int) -> Sequence[Any]:
+    def _frames(self, parts: Sequence[np.ndarray], step: PlannedStep, k: int) -> Sequence[Any]:
         """What this process sends to the owner of a piece."""
         return self.exchange.runs_of(parts, k)
 
-    def _total(self, parts: list[np.ndarray] | None, step: PlannedStep, senders: Sequence[int], k: int) -> Runs:
-        """The sums of an own piece."""
-        return self.exchange.total(k, parts, senders)
+    def _total(
+        self, parts: Sequence[np.ndarray] | None, step: PlannedStep, senders: Sequence[int], k: int, total: Any = None
+    ) -> Any:
+        """The sums of an own piece; `total`: another method of the exchange, for the part of them that has arrived."""
+        return (total or self.exchange.total)(k, parts, senders)
 
     def _before_update(self, core: HostCore, k: int) -> Runs:
         """The parameters that the update of an own piece starts from."""
@@ -290,13 +293,6 @@ class HostSharded(HostSums):
         limit = self.rule.clip_norm
         assert limit is not None
         return limit / norm if norm > limit else 1.0  # NaN: not finite, found later
-
-    def _drain(self, senders: Sequence[int]) -> None:
-        """Take the pieces of a step that is left out."""
-        for k in self.exchange.own:
-            for sender in senders:
-                if sender != self.me:
-                    self.exchange.channel.receive(sender, 1 + k)
 
     def _left_out(self, tail: np.ndarray) -> bool:
         """Whether a step changed nothing, by its final tail."""

@@ -163,9 +163,9 @@ class Cut:
         self._next[k] = None
         return self._with_left(k, runs, samples, np.empty(self.sizes[k], np.float32))
 
-    def decoded(self, k: int, frames: Frames, whole: bool, slot: int) -> list[np.ndarray]:
-        """The runs of a piece that a process sent; valid until the next call with this slot, 0 or 1."""
-        out = self._scratch[slot][: self.sizes[k]]
+    def decoded(self, k: int, frames: Frames, whole: bool) -> list[np.ndarray]:
+        """The runs of a piece that a process sent; valid until the next call."""
+        out = self._scratch[0][: self.sizes[k]]
         return self.split(k, np.frombuffer(frames[0], np.float32) if whole else self.form.decode(frames, out))
 
     def commit(self) -> None:

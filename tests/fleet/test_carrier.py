@@ -96,6 +96,26 @@ def fleets():
 # -- messages --
 
 
+def test_whoever_waits_for_several_messages_gets_the_first_that_has_come(fleets):
+    first, second, third = fleets(
+        {},
+        {},
+        {},
+    )
+    own, of_second, of_third = (carrier.channel() for carrier in (first, second, third))
+    assert own.take(1, 5) is None
+    of_second.send(0, 5, [b"piece"])
+    assert own.first_arrived([(2, 0), (1, 5)]) == (1, 5)
+    of_third.send(0, 0, [b"tail"])
+    assert own.first_arrived([(2, 0)]) == (2, 0)
+    assert own.first_arrived([(2, 0), (1, 5)]) == (2, 0)  # the first of those that are there
+    assert [bytes(own.take(1, 5)[0]), bytes(own.receive(2, 0)[0])] == [b"piece", b"tail"]
+    assert own.take(1, 5) is None
+    third.close(together=False)
+    with pytest.raises(PeerLost, match="Process 2"):
+        own.first_arrived([(2, 0), (1, 5)])
+
+
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "key"])
 def test_every_process_gets_what_every_process_gives(fleets, key):
     """Short and long contents, with and without a key, until all leave together."""

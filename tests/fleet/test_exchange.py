@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -85,27 +86,31 @@ def test_a_benched_process_gives_away_its_slice_its_masters_and_what_it_has_left
 def test_int8_and_delay_go_on_from_a_checkpoint_on_disk(tmp_path):
     """Adam and BatchNorm. What the first two steps read was saved; then the rounding of the cuts is another one."""
 
-    def train(folder, steps):
-        command = [
-            "-m", "hetjax", "launch", "--processes", "2", "--transport", "host", "--", TRAIN, "--model", "resnet",
-            "--width", "4", "--optimizer", "adam", "--learning-rate", "0.001", "--batch-size", "32", "--strategy",
-            "equal", "--engine", "looped", "--wire", "int8", "--delay", "1", "--steps", steps, "--out", tmp_path / folder,
-        ]  # fmt: skip
-        flags = {"PYTHONPATH": str(HERE.parents[1]), "XLA_FLAGS": quick_compiles.FLAGS}
+    def train(folder, *flags):
+        command = ["-m", "hetjax", "launch", "--processes", "2", "--transport", "host", "--", TRAIN, *flags]
         done = subprocess.run(
-            [sys.executable, *map(str, command)], env={**os.environ, **flags}, capture_output=True, text=True,
-            timeout=280,
+            [sys.executable, *map(str, command), "--out", str(folder)],
+            env={**os.environ, "PYTHONPATH": str(HERE.parents[1]), "XLA_FLAGS": quick_compiles.FLAGS},
+            capture_output=True, text=True, timeout=280,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr + done.stdout
-        return json.loads((tmp_path / folder / "summary.json").read_text()), read_run(tmp_path / folder).loss_S
+        return done.stdout
 
-    train("two", 6)
-    summary, resumed = train("two", 12)
-    _, whole = train("one", 12)
-    assert summary["wire"] == "int8"
-    assert len(resumed) == len(whole) == 12
-    np.testing.assert_allclose(resumed[:8], whole[:8], rtol=1e-4)
-    np.testing.assert_allclose(resumed[8:], whole[8:], rtol=0.05)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(
+        whole, "--model", "resnet", "--width", "4", "--optimizer", "adam", "--learning-rate", "0.001", "--batch-size",
+        "32", "--strategy", "equal", "--engine", "looped", "--wire", "int8", "--delay", "1", "--steps", "12",
+        "--save-steps", "6",
+    )  # fmt: skip
+    shutil.copytree(whole, parts)
+    shutil.rmtree(parts / "checkpoints" / "step_00000012")
+    (parts / "summary.json").unlink()  # of a run that has finished
+    assert "resuming after step 6" in train(parts, "--resume")
+    found, expected = read_run(parts).loss_S, read_run(whole).loss_S
+    assert len(found) == len(expected) == 12
+    np.testing.assert_allclose(found[:8], expected[:8], rtol=1e-4)
+    np.testing.assert_allclose(found[8:], expected[8:], rtol=0.05)
+    assert json.loads((parts / "summary.json").read_text())["wire"] == "int8"
 
 
 def test_a_saved_run_goes_on_with_what_was_left_over(tmp_path):

@@ -72,7 +72,7 @@ def test_what_is_sent_and_what_is_left_over_add_up(name):
         runs = [rng.normal(size=300).astype(np.float32) * samples, rng.normal(size=200).astype(np.float32) * samples]
         before = {k: left.copy() for k, left in cut.left.items()}
         frames = cut.encoded(0, runs, samples)
-        came = np.concatenate(cut.decoded(0, [bytes(frame) for frame in frames], False, 1)).astype(np.float64)
+        came = np.concatenate(cut.decoded(0, [bytes(frame) for frame in frames], False)).astype(np.float64)
         if step == 3:  # left out: its gradient is gone, what was left over is not
             cut.drop()
             np.testing.assert_array_equal(cut.left[0], before[0])
