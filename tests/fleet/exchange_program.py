@@ -2,6 +2,7 @@
 
     cut       a loss that is linear in the parameters: the sum of all gradients is known, so nothing may be lost
     benched   the linear loss in 8 bits on two processes, of which one after the other sits on the bench
+    skipped   the linear loss with a step that is not finite, in float32 and in 8 bits
     delay     delayed updates, and a run resumed from a state in between
     resumed   a run in 8 bits, resumed in the same format, in float32, and where 'auto' chooses float32
     double    a model in float64, and what the history says of the numbers between processes
@@ -23,6 +24,7 @@ SEED = 5
 WIDTH = 700  # not a multiple of a block
 SIZES = [32, 32, 20, 32, 32, 8, 32, 32, 32, 20, 32, 32]  # samples of each step
 LAST = 7  # first step without samples in process 1
+BAD = 3  # the step that is not finite
 SAVED = 5  # number of steps before a state is made
 RATE = 0.05
 PHASES = ("copy", "cut", "send", "meet", "receive", "add", "check", "update", "return", "gather", "store")
@@ -59,7 +61,7 @@ def controller():
     return Leaving(SEED)
 
 
-def stepped(loss_fn, optimizer, params, saved_after=None, **options):
+def stepped(loss_fn, optimizer, params, saved_after=None, rows=None, **options):
     """The whole states after `saved_after` and all steps, and the losses."""
     import hetjax
 
@@ -67,7 +69,7 @@ def stepped(loss_fn, optimizer, params, saved_after=None, **options):
     given = {"controller": controller(), "engine": hetjax.Chunked(rungs=[4, 16]), "wait_limit": 60, **options}
     with hetjax.Step(loss_fn, optimizer, batch_size=32, **given) as step:
         state = step.init(params)
-        for n, batch in enumerate(batches()):
+        for n, batch in enumerate(batches() if rows is None else rows):
             if n == saved_after:
                 found["saved"] = step.export(state)
             state, record = step(state, batch)
@@ -171,6 +173,22 @@ def benched(info):
     return {"states": {name: plain_state(state) for name, state in found.items()}, "kept": kept, "owners": owners}
 
 
+def skipped(info):
+    import optax
+
+    from hetjax.reduce import slices
+
+    linear = lambda params, batch, keys: batch["wide"] @ params["w"] + batch["x"][:, 0] * params["b"]
+    params = {"w": np.zeros(WIDTH, np.float32), "b": np.ones((), np.float32)}
+    rows, results = batches(), {}
+    rows[BAD]["wide"][-1] = np.inf  # of the last process
+    for wire in ("float32", "int8"):
+        with patch.object(slices, "_SMALLEST", 128):
+            found, _ = stepped(linear, optax.sgd(RATE), params, rows=rows, wire=wire, on_nonfinite="skip")
+        results[wire] = plain_state(found["end"])
+    return results
+
+
 def resumed(info):
     """A run in int8 whose state is given to another step, in the same format, in float32 and in 'auto'."""
     import optax
@@ -254,8 +272,15 @@ def main():
 
     jax.config.update("jax_num_cpu_devices", 1)
     info = initialize(wait_limit=60, heartbeat_limit=10)
-    cases = {"cut": cut, "benched": benched, "resumed": resumed, "double": double, "delay": delay, "refused": refused}
-    result = cases[case](info)
+    result = {
+        "cut": cut,
+        "benched": benched,
+        "skipped": skipped,
+        "resumed": resumed,
+        "double": double,
+        "delay": delay,
+        "refused": refused,
+    }[case](info)
     Path(folder, f"{info.process}.json").write_text(json.dumps(result))
     leave(0, together=True)
 

@@ -83,6 +83,16 @@ def test_a_benched_process_gives_away_its_slice_its_masters_and_what_it_has_left
         assert all(result["kept"][8:])
 
 
+def test_a_step_that_is_not_finite_is_left_out_with_all_that_was_sent_of_it(tmp_path):
+    there = run("skipped", tmp_path, 3)
+    assert there[0] == there[1] == there[2]
+    finite = [batch for n, batch in enumerate(exchange_program.batches()) if n != exchange_program.BAD]
+    expected = without_cuts(len(finite), finite)
+    for found in (there[0]["float32"]["params"], in_all(there[0]["int8"])):
+        for mine, exact in zip(found, expected, strict=True):
+            np.testing.assert_allclose(mine, exact, rtol=1e-5, atol=2e-6)
+
+
 def test_int8_and_delay_go_on_from_a_checkpoint_on_disk(tmp_path):
     """Adam and BatchNorm. What the first two steps read was saved; then the rounding of the cuts is another one."""
 
