@@ -15,9 +15,10 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from hetjax.arguments import current_name
 from hetjax.launch.options import Switch, optional
 from hetjax.presets import CONTROLLERS, PARTITIONS, PRESETS, SYNCS
-from hetjax.sync import current_name
+from hetjax.sync import FORMER_NAMES
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 DESCRIPTION = """Train one model data-parallel on devices of unequal speed.
@@ -142,8 +143,7 @@ class MethodFlags:
     """decentralized: use MATCHA with this average fraction of the links, e.g. 0.5 (default: all links)"""
 
     def __post_init__(self) -> None:
-        if isinstance(self.sync, str):
-            object.__setattr__(self, "sync", current_name(self.sync))
+        object.__setattr__(self, "sync", current_name("sync", self.sync, FORMER_NAMES))
 
 
 @dataclass(frozen=True)
