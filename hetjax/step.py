@@ -98,7 +98,8 @@ class Step:
             inside the optimizer would leave the whole update to one process. Default: none.
         devices: JAX devices, one worker for each, or a choice such as 2, 'gpu' or 'gpu+cpu' (see `hetjax.devices`).
             Default: the choice of the launcher, else all devices of JAX's default platform: its accelerators, if any.
-        speeds: simulated relative speeds, one per worker, or a `hetjax.Simulation`. Default: real speeds.
+        speeds: simulated relative speeds, one per worker (a row then takes at least 0.1 ms at speed 1), or a
+            `hetjax.Simulation`. Default: real speeds.
         capacity: maximum samples of a worker in a step; one number, or one per worker. Default: chosen by the engine.
         memory: bytes of each worker for parameters, gradients and its slice of the optimizer state; one number, or
             one per worker. Bounds the slices of the sharded update. Default: as reported by the devices.
