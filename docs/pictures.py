@@ -59,7 +59,8 @@ def throttled(folder: Path) -> Scene:
 def lost(folder: Path) -> Scene:
     """Train in an elastic fleet of three processes, kill the second, and let another one join."""
     command = [*HETJAX, "launch", "--processes", "3", "--elastic", "--transport", "host", "--restart", "1", "--"]
-    command += ["hetjax", "train", "--strategy", "equal", "--batch-size", "1024", "--steps", "20000", "--out", str(folder)]
+    command += ["hetjax", "train", "--strategy", "equal", "--batch-size", "1024", "--steps", "20000"]
+    command += ["--out", str(folder)]
     launcher = subprocess.Popen(command)
     try:
         _wait_for(lambda: _steps(folder) >= AROUND, launcher)
