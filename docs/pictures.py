@@ -1,10 +1,11 @@
 """Make the animated pictures of the documentation from real runs, docs/throttled.gif and docs/lost.gif.
 
-    python docs/pictures.py            # about three minutes on two cores
+    python docs/pictures.py            # both, about three minutes on two cores
+    python docs/pictures.py lost       # one of them
 
 throttled.gif  one process, four simulated devices, `hetjax train --config digits_slowdown`: worker 1 slows down at step
                60, worker 3 speeds up at step 120
-lost.gif       three processes under `hetjax launch --restart --elastic`; the second is killed with SIGKILL
+lost.gif       an elastic fleet of three processes; the second is killed with SIGKILL, and the launcher starts another
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from hetjax.report.drawing import BLUE, DARK, style, worker_color
 DOCS = Path(__file__).parent
 HETJAX = [sys.executable, "-m", "hetjax"]
 LIMIT = 600.0  # seconds for one run
+AROUND = 40  # steps shown before and after each change of the members
 
 
 @dataclass(frozen=True)
@@ -55,35 +57,38 @@ def throttled(folder: Path) -> Scene:
 
 
 def lost(folder: Path) -> Scene:
-    """Train in three processes, kill the second, and let the launcher go on with the others."""
-    command = [*HETJAX, "launch", "--processes", "3", "--restart", "1", "--elastic", "--"]
-    command += ["hetjax", "train", "--model", "mlp", "--strategy", "balanced", "--speeds", "1,0.7,0.5"]
-    command += ["--steps", "120", "--row-time", "0.5", "--save-steps", "10", "--out", str(folder)]
+    """Train in an elastic fleet of three processes, kill the second, and let another one join."""
+    command = [*HETJAX, "launch", "--processes", "3", "--elastic", "--transport", "host", "--restart", "1", "--"]
+    command += ["hetjax", "train", "--strategy", "equal", "--batch-size", "1024", "--steps", "20000"]
+    command += ["--out", str(folder)]
     launcher = subprocess.Popen(command)
     try:
-        _wait_for(lambda: _steps(folder) >= 45, launcher)
+        _wait_for(lambda: _steps(folder) >= AROUND, launcher)
         os.kill(_child(launcher.pid, process=1), signal.SIGKILL)
-        before = read_run(folder)  # later lines replace those after the last checkpoint
-        _wait_for(lambda: launcher.poll() is not None, launcher)
+        _wait_for(lambda: _steps_after_return(folder) >= AROUND, launcher)
+        launcher.send_signal(signal.SIGINT)  # all members save a checkpoint and end
+        launcher.wait(LIMIT)
     finally:
-        launcher.terminate()
-        launcher.wait(30)
-    after = read_run(folder)
-    assert launcher.returncode == 0, "the run did not finish"
-    fewer = np.isnan(after.counts_SxW[:, 2])  # the steps of two workers
-    resumed, at = int(after.step_S[fewer][0]), before.step_S[-1]
-    old, new = before.full_S, after.full_S & fewer
-    survivors_SxW = np.zeros((int(new.sum()), 3))
-    survivors_SxW[:, [0, 2]] = after.counts_SxW[new, :2]
+        launcher.kill()
+        launcher.wait()
+    run = read_run(folder)
+    full = run.full_S
+    counts_SxW, steps_S = run.counts_SxW[full], run.step_S[full]
+    fewer_S = np.isnan(counts_SxW[:, 2])  # the steps of two members
+    gone = int(np.flatnonzero(fewer_S)[0])
+    back = gone + int(np.flatnonzero(~fewer_S[gone:])[0])
+    shown = np.unique(np.concatenate([np.arange(at - AROUND, at + AROUND) for at in (gone, back)]))
+    shown = shown[(shown >= 0) & (shown < len(steps_S))]
+    shown_SxW = np.zeros((len(counts_SxW), 4))  # the last is the newcomer
+    shown_SxW[:gone, :3] = counts_SxW[:gone]
+    shown_SxW[gone:back, [0, 2]] = counts_SxW[gone:back, :2]
+    shown_SxW[back:, [0, 2, 3]] = counts_SxW[back:]
     captions = {
-        0: "three processes, speeds 1, 0.7, 0.5",
-        int(old.sum()): f"process 1 was killed at step {at}: the others go on from the checkpoint of {resumed - 1}",
+        0: "an elastic fleet of three like processes",
+        int(np.searchsorted(shown, gone)): f"step {steps_S[gone]}: process 1 was killed, the others go on",
+        int(np.searchsorted(shown, back)): f"step {steps_S[back]}: another process has joined",
     }
-    return Scene(
-        np.vstack([np.nan_to_num(before.counts_SxW[old]), survivors_SxW]),
-        np.append(before.samples_per_s_S[old], after.samples_per_s_S[new]),
-        captions,
-    )
+    return Scene(shown_SxW[shown], run.samples_per_s_S[full][shown], captions)
 
 
 def _steps(folder: Path) -> int:
@@ -91,6 +96,12 @@ def _steps(folder: Path) -> int:
         return read_run(folder).steps
     except FileNotFoundError:
         return 0
+
+
+def _steps_after_return(folder: Path) -> int:
+    """The steps with three members since the last one with two."""
+    fewer_S = np.isnan(read_run(folder).counts_SxW[:, 2])
+    return int(np.argmax(fewer_S[::-1])) if fewer_S.any() else 0
 
 
 def _child(launcher: int, process: int) -> int:
@@ -132,9 +143,10 @@ def animate(scene: Scene, path: Path, frames: int = 60) -> None:
         title = figure.suptitle(" ", x=0.01, ha="left", fontsize=11, fontweight="bold")
 
         def draw(index: int) -> list[object]:
-            for rect, label, count in zip(rects, labels, scene.counts_SxW[index], strict=True):
+            for rect, label, count_S in zip(rects, labels, scene.counts_SxW[: index + 1].T, strict=True):
+                count = count_S[-1]
                 rect.set_width(count)
-                label.set_text(f" {count:.0f}" if count else " lost")
+                label.set_text(f" {count:.0f}" if count else " lost" if count_S.any() else "")
                 label.set_x(count)
             line.set_data(range(index + 1), speed[: index + 1])
             title.set_text(scene.captions[max(k for k in scene.captions if k <= index)])
@@ -149,5 +161,5 @@ def animate(scene: Scene, path: Path, frames: int = 60) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as temporary:
-        for make in (throttled, lost):
+        for make in [throttled, lost] if len(sys.argv) == 1 else [{"throttled": throttled, "lost": lost}[sys.argv[1]]]:
             animate(make(Path(temporary) / make.__name__), DOCS / f"{make.__name__}.gif")

@@ -22,7 +22,8 @@ early. At the end all of this is checked, and the program fails if something is 
 
 `seconds` are from the event to the third step that was finished after it, so that the event was in one of them; for
 joins, to the newcomer's first step. `standstill` is the longest time between two steps of any member during the event.
-`restart` is the same kill under `hetjax launch --restart`, where all start again from a checkpoint.
+`restart` is the same kill under `hetjax launch --restart`, where all start again from a checkpoint. For the table of
+docs/faults.md write the results to docs/faults.json and run `python docs/faults.py`.
 """
 
 from __future__ import annotations
@@ -447,7 +448,7 @@ def _shared() -> set[str]:
 
 
 def summary(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Median and 95th percentile of the seconds, for each kind."""
+    """Median, 95th percentile and worst of the seconds, for each kind."""
     found = {}
     for kind in WEIGHTS:
         seconds = [event["seconds"] for event in events if event["kind"] == kind]
@@ -457,6 +458,7 @@ def summary(events: list[dict[str, Any]]) -> dict[str, Any]:
                 "events": len(seconds),
                 "median_s": round(float(np.median(seconds)), 3),
                 "p95_s": round(float(np.percentile(seconds, 95)), 3),
+                "worst_s": round(max(seconds), 3),
                 "standstill_median_s": round(float(np.median(still)), 3),
                 "standstill_p95_s": round(float(np.percentile(still, 95)), 3),
             }

@@ -34,6 +34,7 @@ MISSING = (
     "Fashion-MNIST is not installed (Debian: apt-get install dataset-fashion-mnist): the digits of scikit-learn stand "
     "in, which are easier and fewer."
 )
+SPARSE = ("w8a", "covtype")
 
 
 def show(found: list[Comparison], console: Console) -> None:
@@ -48,11 +49,13 @@ def show(found: list[Comparison], console: Console) -> None:
 
 def words_of(scale: Scale, files: dict[str, Path], seconds: float) -> dict[str, str]:
     """What the page says about the data and the scale of a claim."""
-    source = lambda kind: f"the real {kind}" if kind in files else f"generated in the shape of {kind}"
+    real, others = ([kind for kind in SPARSE if (kind in files) is given] for given in (True, False))
+    sparse = [f"the real {' and '.join(real)}"] if real else []
+    sparse += [f"generated in the shape of {' and '.join(others)}"] if others else []
     quick = "A quick run, with smaller data and fewer epochs: its verdicts mean little. " if scale.quick else ""
     return {
         "images": "Fashion-MNIST" if FASHION.is_dir() else "the digits of scikit-learn",
-        "sparse": f"{source('w8a')} and {source('covtype')}",
+        "sparse": ", and ".join(sparse),
         "timed": str(scale.epochs(60)),
         "scale": f"{quick}{scale.seeds} seeds; the run took {seconds / 60:.1f} minutes.",
     }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -89,3 +91,20 @@ def check_batch_size(batch_size: int, samples: int, otherwise: str = "") -> None
             f"batch_size is {batch_size:,}, but the source has {samples:,} samples, and each is used once per "
             f"epoch. Give at most {samples:,}{otherwise}."
         )
+
+
+def current_name(option: str, value: Any, former: Mapping[str, str]) -> Any:
+    """Return the current name of a value that was renamed, with a DeprecationWarning at the user's line.
+
+    Args:
+        option: name of the argument, for the warning.
+        value: as given; anything but a former name is returned as it is.
+        former: current names by former ones.
+    """
+    if not isinstance(value, str) or value not in former:
+        return value
+    callers = [frame.frame.f_globals.get("__name__", "") for frame in inspect.stack(0)]
+    ours = next((depth for depth, name in enumerate(callers) if name.partition(".")[0] != "hetjax"), 0)
+    message = f"{option}={value!r} is a former name that a later version will refuse: use {former[value]!r}."
+    warnings.warn(message, DeprecationWarning, stacklevel=ours + 1)
+    return former[value]

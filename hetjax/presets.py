@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hetjax import sync as syncs
+from hetjax.arguments import current_name
 from hetjax.devices.workers import Workers
 from hetjax.engines import EngineSpec, as_spec
 from hetjax.fleet.agree import same_start
@@ -128,8 +129,7 @@ def choose(
     """
     if strategy is not None and strategy not in PRESETS:
         raise ValueError(f"There is no strategy {strategy!r}. Choose one of {', '.join(PRESETS)}.")
-    if isinstance(sync, str):
-        sync = syncs.current_name(sync)
+    sync = current_name("sync", sync, syncs.FORMER_NAMES)
     asynchronous = _is_asynchronous(sync)
     blocks = isinstance(partition, Blocks) or partition == "submodular"
     base = PRESETS[strategy or ("equal" if asynchronous else "static" if blocks else "balanced")]
@@ -190,6 +190,17 @@ def check_stepped(sync: Sync) -> None:
         raise ValueError(
             f"The sync {sync.name!r} has no global steps: a free worker takes the next batch. Use hetjax.Trainer with "
             "it."
+        )
+
+
+def check_global(chosen: Choice) -> None:
+    """Refuse a strategy that divides the data set between workers in a `Step`, which only sees single batches."""
+    if chosen.partition_name != "global":
+        sync = "" if chosen.sync.name == "allreduce" else f" and sync={chosen.sync.name!r}"
+        raise ValueError(
+            f"The strategy {chosen.name!r} divides the data set by the partition {chosen.partition_name!r}, but a Step "
+            f"only sees the batches that it is given. Use hetjax.Trainer with it, or give the Step "
+            f"controller={chosen.controller.name!r}{sync} without the partition."
         )
 
 

@@ -16,11 +16,11 @@ from hetjax import sync as syncs
 from hetjax.adapters import nnx_optimizer
 from hetjax.adapters.contract import check_loss, is_flax
 from hetjax.adapters.probe import sample_size
-from hetjax.arguments import MOST_SAMPLES, MOST_SEED, check_function, number, whole
+from hetjax.arguments import MOST_SAMPLES, MOST_SEED, check_function, current_name, number, whole
 from hetjax.data.batches import HostBatch, NumberedBatch, as_batch, sample_of, until_shortest
 from hetjax.data.prefetch import Rows
 from hetjax.devices import memory
-from hetjax.devices.workers import Workers
+from hetjax.devices.workers import DeviceChoice, Workers
 from hetjax.engines import Engine, EngineSpec
 from hetjax.engines.precision import ComputeDtype, dtypes_by_kind
 from hetjax.engines.session import Session
@@ -77,7 +77,8 @@ class Step:
             `hetjax.FlaxModel`, as made by `from_nnx` and `from_linen`.
         optimizer: any optax optimizer; clipping inside it sees the gradient of the global batch. Or an `nnx.Optimizer`.
         batch_size: maximum samples of a step over all workers.
-        strategy: a preset such as 'balanced' (default), 'dbs' or 'daso'; see `hetjax.presets.PRESETS`.
+        strategy: a preset such as 'balanced' (default), 'lbb' or 'daso'; see `hetjax.presets.PRESETS`. Those that
+            divide the data set, and those without global steps, need `hetjax.Trainer`.
         controller: how many samples each worker gets: a name such as 'equal' or 'fixed:4,2,1,1', or an object.
         sync: how and when workers synchronize: a name such as 'allreduce' (default), or an object.
         engine: how a worker computes its samples: 'auto' (default), 'chunked', 'looped', 'masked', or an object such
@@ -96,8 +97,10 @@ class Step:
             Default: 0.
         clip_norm: largest global norm of the gradient; a larger one is scaled down. Works with slices, where clipping
             inside the optimizer would leave the whole update to one process. Default: none.
-        devices: one worker per device. Default: all devices that JAX sees.
-        speeds: simulated relative speeds, one per worker, or a `hetjax.Simulation`. Default: real speeds.
+        devices: JAX devices, one worker for each, or a choice such as 2, 'gpu' or 'gpu+cpu' (see `hetjax.devices`).
+            Default: the choice of the launcher, else all devices of JAX's default platform: its accelerators, if any.
+        speeds: simulated relative speeds, one per worker (a row then takes at least 0.1 ms at speed 1), or a
+            `hetjax.Simulation`. Default: real speeds.
         capacity: maximum samples of a worker in a step; one number, or one per worker. Default: chosen by the engine.
         memory: bytes of each worker for parameters, gradients and its slice of the optimizer state; one number, or
             one per worker. Bounds the slices of the sharded update. Default: as reported by the devices.
@@ -138,7 +141,7 @@ class Step:
         wire: str = "float32",
         delay: int = 0,
         clip_norm: float | None = None,
-        devices: Sequence[jax.Device] | None = None,
+        devices: DeviceChoice = None,
         speeds: Sequence[float] | Simulation | None = None,
         capacity: PerWorker = None,
         memory: PerWorker = None,
@@ -174,6 +177,7 @@ class Step:
             raise ValueError(f"ema_decay must be at least 0 and below 1, got {ema_decay}.")
         chosen = presets.choose(strategy, controller=controller, sync=sync, engine=engine)
         presets.check_stepped(chosen.sync)
+        presets.check_global(chosen)
         self._model_state = getattr(model, "model_state", None)
         self._given, self.optimizer = optimizer, nnx_optimizer.transformation(optimizer)
         self.sync = chosen.sync
@@ -182,7 +186,8 @@ class Step:
         self.workers = self.sync.workers(devices)
         log.info("JAX %s, backend %s.", jax.__version__, self.workers.backend)
         self.clip_norm = None if clip_norm is None else number("clip_norm", clip_norm, above=0)
-        self.options = ReduceOptions(_FORMER_TRANSPORTS.get(transport, transport), update, update_on, wire, delay)
+        transport = current_name("transport", transport, _FORMER_TRANSPORTS)
+        self.options = ReduceOptions(transport, update, update_on, wire, delay)
         presets.check_exchange(self.sync, wire, delay)
         check_options(self.options, self.workers)
         presets.check_update(self.sync, update)
@@ -715,7 +720,7 @@ def load_plans(step: Step, sync: Sync, saved: Mapping[str, Any], state: State) -
     others = sync.by_node and not processes.first()  # the saved one belongs to the first node's workers
     if saved["controller"].get("controller") == step.controller.name and not others:
         step.controller.load_state_dict(saved["controller"])  # another controller starts afresh
-    if syncs.current_name(saved["sync"]["name"]) == sync.name:
+    if syncs.FORMER_NAMES.get(name := saved["sync"]["name"], name) == sync.name:
         sync.load_state_dict(saved["sync"]["state"])
         return state
     return syncs.make(saved["sync"]["name"]).answer(state)

@@ -1,5 +1,7 @@
 """The documentation is true: its Python runs, its commands and flags exist, its table of strategies is complete."""
 
+import importlib.util
+import json
 import os
 import re
 import shlex
@@ -91,6 +93,21 @@ def test_every_public_name_is_in_the_reference():
     assert {entry or heading for entry, heading in listed} >= set(hetjax.__all__)
 
 
+def code_of_pages_and_notebooks():
+    yield from (block for page in [*PAGES, ROOT / "README.md"] for block in blocks(page.read_text(), "python"))
+    for path in sorted((ROOT / "colab").glob("*.ipynb")):
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        yield from ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+
+
+def test_every_name_of_a_public_module_that_pages_and_notebooks_use_is_in_the_reference():
+    pattern = r"(?:\bhetjax\.|(?<![\w.]))(checkpoint|fleet|report)\.([A-Za-z]\w*)"
+    used = {found for code in code_of_pages_and_notebooks() for found in re.findall(pattern, code)}
+    assert {("checkpoint", "restore"), ("report", "JsonlTracker")} <= used
+    listed = set(re.findall(r"^::: (?:\S+\.)?(\w+)$", text_of("api.md"), re.MULTILINE))
+    assert not {f"{module}.{name}" for module, name in used if name not in listed}
+
+
 def test_every_page_is_in_the_navigation():
     listed = set(re.findall(r"([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
     assert listed == set(NAMES)
@@ -101,3 +118,16 @@ def test_the_pictures_of_a_page_exist_and_are_small(name):
     for picture in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text_of(name)):
         file = (ROOT / "docs" / name).parent / picture
         assert file.stat().st_size < 2**20, picture
+
+
+def test_the_table_of_faults_is_that_of_the_results():
+    spec = importlib.util.spec_from_file_location("faults", ROOT / "docs" / "faults.py")
+    faults = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(faults)
+    results = json.loads(faults.RESULTS.read_text(encoding="utf-8"))
+    assert faults.table(results) in text_of("faults.md")
+    known = {"median_s": 0.3, "p95_s": 0.39, "worst_s": 0.4, "standstill_median_s": 0.2}
+    results["seconds"] |= {"kill": {"events": 2, **known}, "join": {"events": 20, **known}}
+    rows = {line.split(" | ")[0]: line for line in faults.table(results).splitlines()}
+    assert rows["| killed, reported by its launcher"].endswith("| 2 | 0.30 s | 0.40 s | 0.20 s |")
+    assert rows["| another one joins, until it trains"].endswith("| 20 | 0.30 s | 0.39 s (95%) | 0.20 s |")

@@ -1,6 +1,7 @@
 """Strategies: presets, axes that override them, and refused combinations."""
 
 import functools
+import warnings
 
 import jax
 import optax
@@ -101,6 +102,33 @@ def test_the_constructors_refuse_the_same(options, words):
     if "partition" not in options and "hogbatch" not in str(options) and "adaptive" not in str(options):
         with pytest.raises(ValueError, match=words):
             Step(*made.args, **made.keywords, **options)
+
+
+@pytest.mark.parametrize("strategy", ["dp", "edp", "dbs", "rcd-sgd"])
+def test_a_step_refuses_a_strategy_that_divides_the_data_set(strategy):
+    """It never sees the data set: without the partition it would be another method under the same name."""
+    loss_fn = lambda params, batch, keys: batch["x"] * params
+    options = {"batch_size": 8, "devices": jax.devices()[:2]}
+    with pytest.raises(ValueError, match=f"'{strategy}' divides the data set.* hetjax.Trainer with it.*controller="):
+        Step(loss_fn, optax.sgd(0.1), strategy=strategy, **options)
+    preset = PRESETS[strategy]
+    with Step(loss_fn, optax.sgd(0.1), controller=preset.controller, sync=preset.sync, **options) as step:
+        assert (step.controller.name, step.sync.name) == (preset.controller, preset.sync)
+
+
+def test_former_names_are_accepted_with_a_warning_at_the_users_line():
+    loss_fn = lambda params, batch, keys: batch["x"] * params
+    made = functools.partial(Trainer, loss_fn, optax.sgd(0.1), batch_size=8, devices=jax.devices()[:2])
+    with pytest.warns(DeprecationWarning, match="sync='decentralised' is a former name.*use 'decentralized'") as caught:
+        assert made(sync="decentralised").sync.name == "decentralized"
+    for former, name in (("psum", "mesh"), ("hub", "host")):
+        with pytest.warns(DeprecationWarning, match=f"transport='{former}'.*use '{name}'") as more:
+            assert made(transport=former).step.options.transport == name
+        caught.list.extend(more.list)
+    assert [warning.filename for warning in caught.list] == [__file__] * 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made(transport="host", sync="decentralized")
 
 
 def test_objects_are_checked_like_names():

@@ -11,6 +11,7 @@ import quick_compiles
 from page_blocks import blocks, check_command, commands
 
 from hetjax.__main__ import main
+from hetjax.cli.train import read_config
 from hetjax.launch import launcher
 from hetjax.launch import options as launch_flags
 from hetjax.presets import PRESETS
@@ -44,18 +45,18 @@ def test_the_default_run_and_what_follows_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert ["--resume"] in TRAIN
     assert main(["train", "--resume"]) == 0
-    (report,) = [words[1:] for words in COMMANDS if words[:2] == ["hetjax", "report"]]
-    assert main(report) == 0
-    assert (tmp_path / "runs" / "digits-cnn" / "report.html").is_file()
-
-
-@pytest.mark.slow
-def test_the_other_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
     (strategy,) = [flags for flags in TRAIN if flags[0] == "--strategy" and "--epochs" in flags]
-    assert main(["train", *strategy[:2], *SHORT]) == 0
-    assert ["--config", "digits_slowdown"] in TRAIN  # run in tests/experiments/test_configs.py
-    assert ["hetjax", "check"] in COMMANDS  # run in tests/report/test_commands.py
+    folder = str(read_config(strategy).folder)
+    assert main(["train", *strategy[:2], *SHORT[:-1], folder]) == 0
+    (report,) = [words[1:] for words in COMMANDS if words[:2] == ["hetjax", "report"]]
+    assert report[1:] == [str(read_config([]).folder), folder]  # what the commands above have written
+    assert main(report) == 0
+    assert (tmp_path / "runs" / "report.html").is_file()
+
+
+def test_the_other_commands_are_run_elsewhere():
+    assert ["--config", "digits_slowdown"] in TRAIN  # in tests/experiments/test_configs.py
+    assert ["hetjax", "check"] in COMMANDS  # in tests/report/test_commands.py
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

@@ -73,11 +73,12 @@ others on the page as they are.
 
 Training is real; time is virtual. A step is charged with the slowest worker's startup + rows x row_time / speed,
 plus bytes / link for what it has to wait for. Laws, schedules, mixing and batch rules are hetjax's own functions.
-The target is a training loss: {slack:.0%} above what the paper's control reaches within two thirds of its run, on a
-seed that serves for nothing else. On that seed every arm is tuned: it gets the learning rate that reaches the target in
-the fewest steps, out of as many as there are seeds. Then the other seeds are run. Differences are paired, seed by
-seed, and given with their standard error. A target that one of the seeds misses counts as missed. In 000 to 003 all
-arms process the same samples, so that their losses at the end compare them at equal samples.
+The target is a training loss. One more seed, which enters no figure, chooses it and the learning rates: the target is
+{slack:.0%} above the loss that the paper's control reaches there in the first two thirds of its run, and each arm gets
+the learning rate that takes it to the target in the fewest steps. There are as many learning rates to choose from as
+seeds. Differences are paired, seed by seed, and given with their standard error. A target that one of the seeds misses
+counts as missed. In 000 to 003 all arms process the same samples, so that their losses at the end compare them at
+equal samples.
 
 **The rule of the verdict.** An arm is better than another if its time (to the target; for 001 that of the whole
 run, which is the same training for all arms) is lower by more than 1% and by more than two standard errors.

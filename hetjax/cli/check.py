@@ -20,7 +20,7 @@ from hetjax.adapters.contract import control, example_keys
 from hetjax.arguments import whole
 from hetjax.devices import memory
 from hetjax.devices.chosen import chosen_devices
-from hetjax.devices.workers import Workers
+from hetjax.devices.workers import DeviceChoice, Workers
 from hetjax.fleet.distributed import initialize
 from hetjax.history import History
 from hetjax.sampling.order import Sampler
@@ -47,7 +47,7 @@ def main(devices: str | int | None, parameters: int | None = None) -> None:
 
 
 def check(
-    devices: str | int | Sequence[jax.Device] | None,
+    devices: DeviceChoice,
     console: Console,
     parameters: int | None = None,
     speeds: Simulation | None = None,

@@ -121,7 +121,7 @@ def read_config(arguments: Sequence[str]) -> Config:
     default = configs.one_length(arguments, default)
     if "--resume" not in arguments:
         return configs.parse(arguments, default)
-    folder = Path(out) if out is not None else default.folder
+    folder = Path(out) if out is not None else configs.parse(arguments, default).folder
     path = folder / "config.json"
     outdated = path.is_file() and path.stat().st_mtime < float(os.environ.get(STARTED, 0))
     if outdated or (RESTART in os.environ and not path.is_file()):  # the launcher adds --resume; no step was finished

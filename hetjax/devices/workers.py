@@ -23,6 +23,7 @@ from hetjax.devices.unused import warn_of_unused
 from hetjax.environment import DEVICES
 
 Tree = Any
+DeviceChoice = Sequence[jax.Device] | str | int | None  # devices, or a choice of them as for `hetjax.devices`
 AXIS = "data"
 
 
@@ -74,7 +75,7 @@ class Workers:
     elastic: int = 0
 
     @classmethod
-    def of(cls, devices: Sequence[jax.Device] | str | int | None) -> Workers:
+    def of(cls, devices: DeviceChoice) -> Workers:
         """Make one worker of every device. With several processes that have their own backends, this is collective.
 
         Args:
@@ -113,7 +114,7 @@ class Workers:
         return cls(members, own, chosen if len(own) < len(chosen) else None, me)
 
     @classmethod
-    def alone(cls, devices: Sequence[jax.Device] | str | int | None) -> Workers:
+    def alone(cls, devices: DeviceChoice) -> Workers:
         """The workers of this process only, where every process plans on its own.
 
         Args:

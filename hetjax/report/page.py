@@ -104,9 +104,15 @@ def result(runs: Sequence[RecordedRun]) -> str | None:
     fast, fastest = max(speeds, key=lambda pair: pair[0])
     sentence = f"{fast:,.0f} samples/s"
     if len(speeds) > 1:
-        sentence = f"{fastest.name} is {fast / slow:.2g}x as fast as {slowest.name}: {sentence} against {slow:,.0f}"
+        sentence = f"{fastest.name} is {_times(fast / slow)} {slowest.name}: {sentence} against {slow:,.0f}"
     efficiency = fastest.summary.get("efficiency")
     return sentence + (f", {efficiency:.0%} of the ideal" if _positive(efficiency) else "")
+
+
+def _times(ratio: float) -> str:
+    if ratio < 1.05:
+        return "as fast as"
+    return f"{ratio:.1f}x as fast as" if ratio < 9.95 else f"{ratio:,.0f}x as fast as"
 
 
 def _positive(value: Any) -> bool:

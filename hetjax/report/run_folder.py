@@ -93,7 +93,7 @@ def read_run(folder: str | Path, name: str | None = None) -> RecordedRun:
     warnings: list[str] = []
     rows = _rows(path, warnings)
     summary, config = _json(folder / SUMMARY, warnings), _json(folder / CONFIG, warnings)
-    if "utilisation" in summary:  # spelling before version 0.2
+    if "utilisation" in summary:  # the spelling of runs recorded by early versions
         summary["utilization"] = summary.pop("utilisation")
     workers = max((len(row["counts"]) for row in rows if isinstance(row.get("counts"), list)), default=0)
     counts_SxW = _table(rows, "counts", workers)

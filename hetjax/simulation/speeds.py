@@ -24,6 +24,7 @@ log = logging.getLogger("hetjax")
 
 MARGIN = 1.5
 OVERRUN_WARNING = 0.02
+LEAST = 1e-4  # seconds of a row at speed 1, where speeds are given as numbers
 LONGEST = 3600.0  # maximum seconds of one row, or of a startup
 
 Trace = Callable[[int], tuple[np.ndarray, np.ndarray]]  # step -> (speed_W, startup_W)
@@ -58,7 +59,7 @@ def of_survivors(trace: Trace, workers: int) -> Trace:
 
 def as_simulation(speeds: Sequence[float] | Simulation | None, workers: int) -> Simulation | None:
     """Return the simulation of these workers from relative speeds or an object; None without."""
-    simulation = speeds if speeds is None or isinstance(speeds, Simulation) else Simulation(constant(speeds))
+    simulation = speeds if isinstance(speeds, Simulation | None) else Simulation(constant(speeds), least=LEAST)
     if simulation is None:
         return None
     simulation.trace = of_survivors(simulation.trace, workers)
@@ -176,5 +177,6 @@ class Simulation:
             return None
         return (
             f"{self.overruns} of {self.phases} local phases took longer than simulated: the machine was too slow or "
-            "too busy, and the speeds of this run are not the simulated ones. Use fewer workers or lower speeds."
+            "too busy, and the speeds of this run are not the simulated ones. Use fewer workers, lower speeds, or a "
+            "longer row_time (--row-time)."
         )

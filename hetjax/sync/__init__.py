@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hetjax.arguments import current_name
 from hetjax.reduce.update import UpdateRule
 from hetjax.sync.allreduce import AllReduce
 from hetjax.sync.base import Sync, SyncContext
@@ -20,12 +21,7 @@ REGISTRY: dict[str, type[Sync]] = {
     "adaptive-sgd": AdaptiveSgd,
 }
 
-_FORMER_NAMES = {"decentralised": "decentralized"}
-
-
-def current_name(name: str) -> str:
-    """The current name of a sync, given any name that earlier versions used in flags and checkpoints."""
-    return _FORMER_NAMES.get(name, name)
+FORMER_NAMES = {"decentralised": "decentralized"}  # in flags, options and checkpoints of earlier versions
 
 
 def make(name: str, **options: Any) -> Sync:
@@ -38,13 +34,14 @@ def make(name: str, **options: Any) -> Sync:
     Raises:
         ValueError: If there is no sync of this name.
     """
-    name = current_name(name) if isinstance(name, str) else name
+    name = current_name("sync", name, FORMER_NAMES)
     if not isinstance(name, str) or name not in REGISTRY:
         raise ValueError(f"There is no sync {name!r}: use one of {', '.join(REGISTRY)}.")
     return REGISTRY[name](**options)
 
 
 __all__ = [
+    "FORMER_NAMES",
     "REGISTRY",
     "AdaptiveHogbatch",
     "AdaptiveSgd",
@@ -56,6 +53,5 @@ __all__ = [
     "Sync",
     "SyncContext",
     "UpdateRule",
-    "current_name",
     "make",
 ]

@@ -6,14 +6,12 @@ leading axis of length `State.replicas`; `Sync.answer` reduces them to one set.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import jax
-
 from hetjax.data.source import Source
-from hetjax.devices.workers import Workers
+from hetjax.devices.workers import DeviceChoice, Workers
 from hetjax.engines.session import Session
 from hetjax.history import History, Record, Recorder
 from hetjax.reduce.base import Reduce, Replicas
@@ -58,8 +56,8 @@ class Sync:
         """Whether this process plans only for its own workers, as one node of several."""
         return False
 
-    def workers(self, devices: Sequence[jax.Device] | None) -> Workers:
-        """The workers that this process plans for, out of these devices (default: all)."""
+    def workers(self, devices: DeviceChoice) -> Workers:
+        """The workers that this process plans for, out of these devices or this choice of them (default: all)."""
         return Workers.of(devices)
 
     def sampler(self, order: Any, quantum: int) -> Any:

@@ -263,6 +263,18 @@ def test_a_page_with_the_digits_where_fashion_mnist_is_missing(tmp_path, monkeyp
     assert (tmp_path / "reproduction" / "001.svg").read_text().startswith("<?xml")
 
 
+@pytest.mark.parametrize(
+    ("real", "words"),
+    [
+        ([], "generated in the shape of w8a and covtype"),
+        (["covtype"], "the real covtype, and generated in the shape of w8a"),
+        (["w8a", "covtype"], "the real w8a and covtype"),
+    ],
+)
+def test_the_page_says_which_sparse_data_are_real(real, words):
+    assert reproduce.words_of(Scale(2, True), dict.fromkeys(real, Path()), 60.0)["sparse"] == words
+
+
 def test_a_claim_run_alone_leaves_the_others_on_the_page(tmp_path):
     words = dict.fromkeys(("images", "sparse", "timed"), "") | {"scale": "2 seeds."}
     first, second, again = (

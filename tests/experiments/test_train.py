@@ -305,6 +305,35 @@ def test_a_run_restarted_before_its_first_step_does_not_resume_the_run_it_replac
         train.read_config(again)
 
 
+@pytest.mark.parametrize(
+    ("flags", "folder"),
+    [
+        ([], "digits-cnn"),
+        (["--dataset", "idx:/data", "--model", "mlp"], "idx-mlp"),
+        (["--strategy", "dbs"], "digits-cnn-dbs"),
+        (["--controller", "fixed:4,2,1,1", "--sync", "decentralized"], "digits-cnn-fixed-decentralized"),
+        (["--partition", "submodular"], "digits-cnn-submodular"),
+        (["--config", "digits_slowdown"], "digits_slowdown-balanced"),
+        (["--config", "digits_slowdown", "--strategy", "dbs"], "digits_slowdown-dbs"),
+        (["--strategy", "dbs", "--out", "mine"], "mine"),
+    ],
+)
+def test_runs_of_other_methods_have_folders_of_their_own(flags, folder):
+    assert train.read_config(flags).folder == Path(folder if "--out" in flags else Path("runs") / folder)
+
+
+@pytest.mark.slow
+def test_runs_of_two_strategies_are_kept_compared_and_resumed_without_a_folder(tmp_path, monkeypatch, no_figures):
+    monkeypatch.chdir(tmp_path)
+    for strategy in ("equal", "dbs"):
+        assert train.main([*TINY, "--strategy", strategy, "--steps", "1"]) == 0
+    assert [path.parent.name for path in sorted(Path("runs").glob("*/summary.json"))] == [
+        "digits-mlp-dbs", "digits-mlp-equal",
+    ]  # fmt: skip
+    assert train.main([*TINY, "--strategy", "dbs", "--steps", "2", "--resume"]) == 0
+    assert [read_run(Path("runs") / f"digits-mlp-{name}").steps for name in ("equal", "dbs")] == [1, 2]
+
+
 def files(folder):
     """Contents of all files that a run is resumed from or reported from."""
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "log.txt"}

@@ -13,9 +13,10 @@ from matplotlib.colors import to_rgb, to_rgba
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from hetjax.report import report
+from hetjax.report import report, write_json
 from hetjax.report.drawing import running_median, style, thinned, worker_color
 from hetjax.report.figure import draw_run, run_figure
+from hetjax.report.page import result
 from hetjax.report.panels import counts_panel, efficiency_panel, timeline_steps
 from hetjax.report.run_folder import find_runs, read_run
 
@@ -69,11 +70,27 @@ def test_the_result_comes_first_and_the_configuration_last(two_runs):
     text = written.page.read_text()
     equal, balanced = (json.loads((folder / name / "summary.json").read_text()) for name in ("equal", "balanced"))
     ratio = balanced["samples_per_s"] / equal["samples_per_s"]
-    assert f'<p class="headline">balanced is {ratio:.2g}x as fast as equal: ' in text
+    assert f'<p class="headline">balanced is {ratio:.1f}x as fast as equal: ' in text
     order = ["headline", "<td>samples/s</td>", "<td>strategy</td>", "The ideal is the sum", "<h2>All runs</h2>",
              "<h2>balanced</h2>", "<h2>equal</h2>", "Differences in configuration"]  # fmt: skip
     places = [text.index(part) for part in order]
     assert places == sorted(places)
+
+
+@pytest.mark.parametrize(
+    ("speeds", "words"),
+    [
+        ((100.0, 103.0), "two is as fast as one: 103 samples/s against 100"),
+        ((100.0, 240.0), "two is 2.4x as fast as one: "),
+        ((996.0, 100.0), "one is 10x as fast as two: "),
+        ((10.0, 1500.0), "two is 150x as fast as one: "),
+        ((1.0, 23456.0), "two is 23,456x as fast as one: "),
+    ],
+)
+def test_the_result_is_a_readable_number(tmp_path, speeds, words):
+    for name, speed in zip(("one", "two"), speeds, strict=True):
+        write_json(write_fake_run(tmp_path / name, steps=20) / "summary.json", {"samples_per_s": speed})
+    assert result([read_run(tmp_path / name) for name in ("one", "two")]).startswith(words)
 
 
 def test_equal_bests_are_not_marked(tmp_path):

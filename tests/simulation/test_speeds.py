@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hetjax.simulation import speeds as simulate
-from hetjax.simulation.speeds import Simulation, constant
+from hetjax.simulation.speeds import Simulation, as_simulation, constant
 
 
 class FakeTime:
@@ -105,3 +105,15 @@ def test_a_row_that_takes_over_an_hour_is_refused(clock):
     simulation.step = 5
     with pytest.raises(ValueError, match="simulated speed 1e-300"):
         phase(simulation, clock, 0, rows=10, real=0.0)
+
+
+def test_rows_of_a_tiny_model_last_long_enough_to_be_seen():
+    """Given as numbers: a local phase that is shorter than noise would show no speed."""
+    simulation = as_simulation([1, 0.25], 2)
+    simulation.calibrate(np.array([256, 256]), np.array([1e-4, 1e-4]))
+    assert simulation.row_time == 1e-4
+    simulation.calibrate(np.array([256, 256]), np.array([0.256, 0.256]))
+    assert simulation.row_time == pytest.approx(1.5e-3)
+    own = Simulation(constant([1, 1]))
+    assert as_simulation(own, 2) is own
+    assert own.least == 0

@@ -15,9 +15,10 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from hetjax.arguments import current_name
 from hetjax.launch.options import Switch, optional
 from hetjax.presets import CONTROLLERS, PARTITIONS, PRESETS, SYNCS
-from hetjax.sync import current_name
+from hetjax.sync import FORMER_NAMES
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 DESCRIPTION = """Train one model data-parallel on devices of unequal speed.
@@ -142,8 +143,7 @@ class MethodFlags:
     """decentralized: use MATCHA with this average fraction of the links, e.g. 0.5 (default: all links)"""
 
     def __post_init__(self) -> None:
-        if isinstance(self.sync, str):
-            object.__setattr__(self, "sync", current_name(self.sync))
+        object.__setattr__(self, "sync", current_name("sync", self.sync, FORMER_NAMES))
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ class OutputFlags:
     """Run folder, checkpoints and logs."""
 
     out: File = None
-    """run folder (default: runs/DATASET-MODEL)"""
+    """run folder (default: runs/DATASET-MODEL-STRATEGY, without the strategy for a comparison)"""
     resume: Switch = False
     """continue the run in --out from its last checkpoint; the devices may differ"""
     save_every: Number = 30.0
@@ -281,8 +281,12 @@ class Config:
 
     @property
     def folder(self) -> Path:
-        name = f"{self.data.dataset.partition(':')[0]}-{self.model.model}"
-        return self.output.out or Path("runs") / name
+        """The run folder; that of other experiments and methods has another name, so that runs can be compared."""
+        if self.output.out is not None:
+            return self.output.out
+        name = Path(self.config).stem if self.config else f"{_kind(self.data.dataset)}-{self.model.model}"
+        method = (self.method.strategy, self.method.controller, self.method.partition, self.method.sync)
+        return Path("runs") / "-".join([name, *map(_kind, filter(None, () if self.compares else method))])
 
     def flat(self) -> dict[str, Any]:
         """Return the fields that describe the run (not its invocation) by name, as JSON values."""
@@ -373,6 +377,11 @@ def check_same_run(saved: Config, now: Config, folder: Path) -> None:
                 f"The run in {folder} was started with {name}={before[name]!r} and cannot continue "
                 f"with {after[name]!r}. Omit the flag, or start a new run in another --out."
             )
+
+
+def _kind(given: str) -> str:
+    """What stands before the options: 'fixed' of 'fixed:4,2,1,1'."""
+    return given.partition(":")[0]
 
 
 def named(name: str) -> Config:

@@ -214,7 +214,7 @@ class LbbState(ControllerState):
 
 
 class Lbb(ControllerBase[LbbState]):
-    """Load-balanced batching by the imbalance (max t - min t) / mean t of the last step.
+    """Load-balanced batching (doi 10.1007/s11227-023-05886-w), by the imbalance (max t - min t) / mean t of a step.
 
     - imbalance <= hold: keep the counts;
     - imbalance <= nudge: one sample (quantum) from the slowest to the fastest worker;

@@ -12,7 +12,7 @@ import numpy as np
 
 from hetjax import processes
 from hetjax.arguments import whole
-from hetjax.devices.workers import Workers
+from hetjax.devices.workers import DeviceChoice, Workers
 from hetjax.reduce.base import Reduce
 from hetjax.reduce.trainable import trainable
 from hetjax.sampling.nodes import RULES, NodeAllocator, NodeSampler
@@ -174,7 +174,7 @@ class Daso(Sync):
     def by_node(self) -> bool:
         return processes.count() > 1
 
-    def workers(self, devices: Sequence[jax.Device] | None) -> Workers:
+    def workers(self, devices: DeviceChoice) -> Workers:
         return Workers.of(devices) if processes.count() == 1 else Workers.alone(devices)
 
     def sampler(self, order: Any, quantum: int) -> Any:
