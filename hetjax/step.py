@@ -39,7 +39,7 @@ from hetjax.reduce.optimizer import check_optimizer, check_params, init_optimize
 from hetjax.reduce.trainable import trainable
 from hetjax.reduce.transports import ReduceOptions, check_options, make_reduce
 from hetjax.reduce.update import UpdateRule, running_average
-from hetjax.sampling.order import Span
+from hetjax.sampling.order import Sampler, Span
 from hetjax.sessions import Sessions
 from hetjax.simulation.calibration import calibrate
 from hetjax.simulation.speeds import Simulation, as_simulation
@@ -233,11 +233,12 @@ class Step:
                 `from_nnx` or `from_linen`, or none.
 
         Returns:
-            The state, with a fresh state of the optimizer, or that of an `nnx.Optimizer` that has made steps.
+            The state, with a fresh state of the optimizer. For an `nnx.Optimizer` that has made steps, with its state
+            and number of steps; the cursor, from which random keys follow, is where as many full batches end.
 
         Raises:
             TypeError: if `loss_fn` cannot be called as agreed, or `params` holds something else than arrays.
-            ValueError: if there is nothing to train.
+            ValueError: if there is nothing to train, or an `nnx.Optimizer` is for other parameters than are trained.
         """
         if is_flax(params):
             raise TypeError(
@@ -250,7 +251,10 @@ class Step:
         memory.check_parameters(params, trainable(params), self.workers)
         ema = None if self.ema_decay is None else jax.tree.map(lambda p: p, params)
         opt_state = nnx_optimizer.continued(self._given, init_optimizer(self.optimizer, params))
-        return State(params, model_state, opt_state, ema)
+        made = nnx_optimizer.steps_made(self._given)
+        of_epochs = None if self.epoch_size is None else Sampler(self.epoch_size, self.batch_size)
+        cursor = made * self.batch_size if of_epochs is None else of_epochs.samples_in(made)
+        return State(params, model_state, opt_state, ema, made, cursor)
 
     def __call__(self, state: AnyState, batch: Any) -> tuple[LiveState, Record | None]:
         """Start the step of a batch; it runs while the caller prepares the next one.
@@ -271,14 +275,14 @@ class Step:
         presets.check_not_by_node(self.sync)
         host_batch = as_batch(batch, self.batch_size)
         live = self._live(state, host_batch)
-        if live.step != state.step:  # this process has joined others
-            if not isinstance(host_batch, NumberedBatch):
-                raise ValueError(
-                    f"This process has joined a run that is at step {live.step}, but a plain iterator starts at its "
-                    "first batch. Loop over step.batches(batch_of), where batch_of(step) returns the batch of a step, "
-                    "or train on a source with hetjax.Trainer."
-                )
+        if isinstance(host_batch, NumberedBatch):
             host_batch = host_batch.at(live.step)
+        elif live.step != state.step:  # this process has joined others
+            raise ValueError(
+                f"This process has joined a run that is at step {live.step}, but a plain iterator starts at its "
+                "first batch. Loop over step.batches(batch_of), where batch_of(step) returns the batch of a step, "
+                "or train on a source with hetjax.Trainer."
+            )
         span = self._span(live, host_batch)
         return self.run(live, host_batch, span, self.plan(len(host_batch), span.epoch, span.bucket))
 

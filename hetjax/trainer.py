@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -117,6 +118,7 @@ class Trainer:
             )
         self._sampler: Any = None
         self._order: Mapping[str, Any] | None = None  # partition of an unfinished epoch, for the next `fit`
+        self._continued: tuple[int, int] | None = None  # step and cursor of an optimizer that has made steps
 
     @property
     def workers(self) -> Any:
@@ -151,9 +153,12 @@ class Trainer:
                 `from_nnx` or `from_linen`, or none.
 
         Returns:
-            The state, with a fresh state of the optimizer, or that of an `nnx.Optimizer` that has made steps.
+            The state, with a fresh state of the optimizer, or with state and number of steps of an `nnx.Optimizer` that
+            has made some: `fit` goes on in the order of the samples (with shards, at the start of an epoch).
         """
-        return self.step.init(params, model_state)
+        state = self.step.init(params, model_state)
+        self._continued = (state.step, state.cursor) if state.step else None
+        return state
 
     def fit(
         self,
@@ -202,7 +207,9 @@ class Trainer:
         if endless:
             self._check_endless(len(source), length)
         order = EndlessSampler(self.batch_size) if endless else self._make_sampler(source)
-        if self._order is not None:
+        if (state.step, state.cursor) == self._continued:
+            state = replace(state, cursor=order.samples_in(state.step))
+        elif self._order is not None:
             order.load_state_dict(self._order, state.cursor)
         self._sampler = sampler = self.sync.sampler(order, self.step.quantum)
         end = self._end(state.cursor, order, length)

@@ -30,11 +30,22 @@ def selected(optimizer: Any, params: Tree) -> Tree:
 
 
 def continued(optimizer: Any, opt_state: Tree) -> Tree:
-    """The state of an `nnx.Optimizer` that has made steps, in the tree of a fresh `opt_state`."""
-    if not isinstance(optimizer, nnx.Optimizer) or int(optimizer.step[...]) == 0:
+    """The state of an `nnx.Optimizer` that has made steps, in the tree of a fresh `opt_state`.
+
+    Raises:
+        ValueError: if the optimizer is for other parameters, whether it has made steps or not.
+    """
+    if not isinstance(optimizer, nnx.Optimizer):
         return opt_state
-    values = [value_of(slot) for slot in _slots(optimizer, opt_state)]
-    return jax.tree.unflatten(jax.tree.structure(opt_state), values)
+    slots = _slots(optimizer, opt_state)
+    if steps_made(optimizer) == 0:
+        return opt_state
+    return jax.tree.unflatten(jax.tree.structure(opt_state), [value_of(slot) for slot in slots])
+
+
+def steps_made(optimizer: Any) -> int:
+    """The steps that an `nnx.Optimizer` has made; 0 for anything else."""
+    return int(optimizer.step[...]) if isinstance(optimizer, nnx.Optimizer) else 0
 
 
 def write_optimizer(optimizer: nnx.Optimizer, state: State) -> None:
@@ -56,6 +67,7 @@ def _slots(optimizer: nnx.Optimizer, opt_state: Tree) -> list[nnx.Variable]:
     if shape(map(value_of, slots)) != shape(jax.tree.leaves(opt_state)):
         raise ValueError(
             "The state of the nnx.Optimizer does not fit the parameters that are trained. Make both for the same model "
-            "and with the same filter: nnx.Optimizer(model, tx, wrt=...) and from_nnx(model, example_loss, wrt=...)."
+            "and with the same filter, nnx.Optimizer(model, tx, wrt=...) and from_nnx(model, example_loss, wrt=...): "
+            "an optimizer that selects more trains less than it says."
         )
     return slots

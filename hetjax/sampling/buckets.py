@@ -99,6 +99,10 @@ class BucketSampler:
         begun = int(np.searchsorted(self._epoch(epoch).start_S, start, "left")) if start else 0
         return epoch * self.steps_per_epoch() + begun
 
+    def samples_in(self, steps: int) -> int:
+        """Number of samples in the first `steps` steps of training."""
+        return self.end_of(0, steps)
+
     def end_of(self, cursor: int, steps: int) -> int:
         """The cursor after `steps` more steps."""
         epoch, step = divmod(self._steps_before(cursor) + steps, self.steps_per_epoch())

@@ -161,6 +161,10 @@ class ShardedSampler(ABC):
     def steps_between(self, cursor: int, end: int) -> int:
         return self.order.steps_between(cursor, end)
 
+    def samples_in(self, steps: int) -> int:
+        """Number of samples in the whole epochs of the first `steps` steps of training: shards are cut per epoch."""
+        return steps // self.steps_for(self.size) * self.size
+
     def end_of(self, cursor: int, steps: int) -> int:
         """Upper bound of the cursor after `steps` more steps, whose sizes depend on the shards."""
         return cursor + steps * self.batch
