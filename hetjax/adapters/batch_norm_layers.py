@@ -16,6 +16,12 @@ from hetjax.adapters.nnx_versions import iter_modules
 
 Path = tuple[Any, ...]
 
+NO_BLOCKS = (
+    "batch_loss does not go together with BatchNorm layers in training mode, whose groups are formed by example_loss. "
+    "Use example_loss, or set these layers to evaluation mode."
+)
+_KEPT = 1.0  # momentum of a frozen layer: its statistics stay the same to the bit
+
 
 def convert_batch_norm(model: nnx.Module, group: int = 16, sync: str = "groups") -> nnx.Module:
     """Return a copy of a Flax NNX model in which every `flax.nnx.BatchNorm` is a `hetjax.BatchNorm`.
@@ -64,7 +70,7 @@ def nnx_layers(model: nnx.Module) -> tuple[list[int], dict[Path, float]]:
 
 
 def linen_interceptor(
-    group: int, sync: str, convert: bool, momenta: dict[Path, float]
+    group: int, sync: str, convert: bool, momenta: dict[Path, float], block: bool
 ) -> Callable[[Callable[..., Any], Any, Any, Any], Any]:
     """Return an interceptor of Linen's methods that converts or refuses BatchNorm layers of Flax in training mode.
 
@@ -72,7 +78,8 @@ def linen_interceptor(
         group: samples of a group of converted layers.
         sync: 'groups' or 'exact' of converted layers.
         convert: whether to convert.
-        momenta: receives the momentum of each layer that was called in training mode, by its path.
+        momenta: receives the momentum of each layer that was called, by its path; 1 if it was never in training mode.
+        block: whether the module is called with a block of rows, which refuses layers in training mode.
     """
     if convert:
         check_options(sync, group, None)
@@ -82,7 +89,10 @@ def linen_interceptor(
         if not isinstance(layer, linen.BatchNorm) or context.method_name != "__call__":
             return call(*args, **kwargs)
         if not trains(layer, args[1] if len(args) > 1 else kwargs.get("use_running_average")):
+            momenta.setdefault(layer.path, _KEPT)
             return call(*args, **kwargs)
+        if block:
+            raise ValueError(NO_BLOCKS)
         momenta[layer.path] = float(layer.momentum)
         if isinstance(layer, LinenBatchNorm):
             return call(*args, **kwargs)
@@ -96,8 +106,20 @@ def linen_interceptor(
 def momenta_of(stats: Any, layers: Mapping[tuple[Any, ...], float]) -> tuple[float | None, ...]:
     """Return the momentum of each leaf of the statistics, given that of each BatchNorm layer by its path."""
     of_name = {".".join(map(str, (*path, name))): layers[path] for path in layers for name in ("mean", "var")}
-    name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
-    return tuple(of_name.get(name(path)) for path, _ in jax.tree_util.tree_leaves_with_path(stats))
+    return tuple(of_name.get(_name(path)) for path, _ in jax.tree_util.tree_leaves_with_path(stats))
+
+
+def check_unwritten(before: Any, after: Any, layers: Mapping[tuple[Any, ...], float]) -> None:
+    """Raise ValueError if a call that was traced has changed statistics of Linen layers that are constants."""
+    names = [_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(before)]
+    leaves = zip(names, momenta_of(before, layers), jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+    written = [name for name, momentum, old, new in leaves if new is not old and momentum != _KEPT]
+    if written:
+        raise ValueError(f"A layer changes its statistics {', '.join(written)}. {NO_BLOCKS}")
+
+
+def _name(path: Iterable[Any]) -> str:
+    return jax.tree_util.keystr(tuple(path), simple=True, separator=".").removesuffix(".value")
 
 
 def _refusal(path: Iterable[Any], layer: Any, stock: type) -> ValueError:

@@ -12,10 +12,12 @@ import jax.numpy as jnp
 from flax import linen, nnx
 
 from hetjax.adapters.batch_norm import over_groups
-from hetjax.adapters.batch_norm_layers import linen_interceptor, momenta_of, nnx_layers
+from hetjax.adapters.batch_norm_layers import NO_BLOCKS, check_unwritten, linen_interceptor, momenta_of, nnx_layers
 from hetjax.adapters.contract import Example, as_example
 from hetjax.adapters.frozen import frozen
+from hetjax.adapters.linen_calls import apply_in_training
 from hetjax.adapters.loss_arguments import AskedLoss, Loss, chosen_loss
+from hetjax.adapters.lost_writes import LostWrites
 from hetjax.adapters.nnx_optimizer import own_copy, write_optimizer
 from hetjax.adapters.nnx_versions import iter_modules, value_of
 from hetjax.arguments import whole
@@ -99,7 +101,8 @@ def from_nnx(
 
     Examples are vmapped, each with its own random streams, so dropout does not depend on the split: `rngs` and the
     streams held by layers of the model derive from the example's key. Parameters and `nnx.BatchStat` variables are kept
-    from step to step; all other variables are the given model's for every example.
+    from step to step; all other variables are the given model's for every example, and a warning names those that the
+    model writes.
 
     Training uses the modes of the given model: a Dropout or BatchNorm layer that was set to `.eval()` stays so, and its
     statistics are constant. Call `model.train()` before, if the whole model was in evaluation mode.
@@ -144,11 +147,13 @@ def from_nnx(
     params = params if wrt is None else frozen(params, wrt=wrt)
     eval_graph = nnx.graphdef(evaluated)
     stateful = bool(jax.tree.leaves(stats))
+    writes = LostWrites(nnx.Any(live_stats, nnx.RngState))
 
     def train_one(params: Tree, stats: Tree, rows: Tree, key: jax.Array, mask: jax.Array | None) -> tuple[Any, Tree]:
         own = _rekeyed(streams, key[0] if loss.block else key)
-        live = nnx.merge(graph, params, stats, own, rest, copy=True)
-        returned = loss(live, rows, key if loss.block else nnx.Rngs(key), mask, train=True)
+        make = lambda: nnx.merge(graph, params, stats, own, rest, copy=True)
+        run = lambda live: loss(live, rows, key if loss.block else nnx.Rngs(key), mask, train=True)
+        returned, live = writes.call(make, run)
         return returned, nnx.state(live, live_stats)
 
     def eval_one(params: Tree, stats: Tree, rows: Tree, key: jax.Array, mask: jax.Array | None) -> tuple[Any, Tree]:
@@ -182,20 +187,25 @@ def from_linen(
 ) -> FlaxModel:
     """Turn a Flax Linen module and the loss of one example into a `FlaxModel`.
 
-    Examples are vmapped, each with its own key under 'dropout', so dropout does not depend on the split.
+    Examples are vmapped, each with random streams of its own under any name, so dropout does not depend on the split.
+
+    The layers decide for themselves whether they train: a BatchNorm layer that uses its running averages in training is
+    frozen, and its statistics stay the same to the bit.
 
     Args:
         module: the module for training. Batch normalization must be `hetjax.LinenBatchNorm`, or converted.
         variables: what `module.init` returned.
         example_loss: `example_loss(apply, example)` returns the loss of one example, a number or an `Example` of
-            numbers; `apply(x, ...)` calls the module. A parameter named `train` receives whether it is training:
-            `example_loss(apply, example, train)` may call `apply(x, train=train)`.
+            numbers; `apply(x, ...)` calls the module, with the arguments of `module.apply` but the variables; `rngs`
+            take the place of the example's own, and with `mutable` it returns the output and these collections. A
+            parameter named `train` receives whether it is training: `example_loss(apply, example, train)` may call
+            `apply(x, train=train)`.
         batch_loss: instead of example_loss, for models that take a block of rows: `batch_loss(apply, batch, keys)`; see
             `from_nnx`.
         eval_module: the module for evaluation, where modes are fixed at construction (`use_running_average=True`,
             `deterministic=True`). Default: `module`.
         group: rows of a group, for batch_loss; counts are multiples of it. Each BatchNorm layer has a group size of its
-            own, which must divide this one; converted layers have this one.
+            own, which must divide this one; converted layers have this one. 1, if all of them are frozen.
         wrt: which parameters to train: a function of path and parameter, or a tree of booleans like the parameters; see
             `hetjax.frozen`. Default: all.
         predict: `predict(apply, example)` returns the output of one example for `Trainer.predict`, an array or a tree
@@ -215,19 +225,22 @@ def from_linen(
     params = variables["params"] if wrt is None else frozen(variables["params"], wrt=wrt)
     stats = variables.get("batch_stats", {})
     fixed = {name: values for name, values in variables.items() if name not in ("params", "batch_stats")}
+    if loss.block:  # of frozen layers: constant
+        fixed, stats = {**fixed, "batch_stats": stats}, {}
     evaluated = eval_module or module
     momenta: dict[tuple[str, ...], float] = {}  # of the layers by path, known once the module was called
-    intercept = linen_interceptor(group, sync, convert_batch_norm, momenta)
+    intercept = linen_interceptor(group, sync, convert_batch_norm, momenta, loss.block)
 
     def train_one(params: Tree, stats: Tree, rows: Tree, key: jax.Array, mask: jax.Array | None) -> tuple[Any, Tree]:
-        seen, dropout = stats, key[0] if loss.block else key
+        given = {"params": params, "batch_stats": stats, **fixed}
+        seen = given["batch_stats"]
 
         def apply(*args: Any, **kwargs: Any) -> Any:
             nonlocal seen
-            tree = {"params": params, "batch_stats": stats, **fixed}
             with linen.intercept_methods(intercept):
-                out, changed = module.apply(tree, *args, rngs={"dropout": dropout}, mutable=["batch_stats"], **kwargs)
-            seen = changed.get("batch_stats", stats)
+                out, seen = apply_in_training(module, given, key[0] if loss.block else key, *args, **kwargs)
+            if loss.block:
+                check_unwritten(given["batch_stats"], seen, momenta)
             return out
 
         return loss(apply, rows, key, mask, train=True), seen
@@ -268,10 +281,7 @@ def _contract(
     stateful = bool(jax.tree.leaves(stats))
     if loss.block:
         if stateful:
-            raise ValueError(
-                "batch_loss does not go together with BatchNorm layers in training mode, whose groups are formed "
-                "by example_loss. Use example_loss, or set these layers to evaluation mode."
-            )
+            raise ValueError(NO_BLOCKS)
         return _block_contract(loss, train_one, eval_one, params, stats, whole("group", group, 1), merge)
     quantum = math.lcm(*groups) if groups else 1
     if not stateful:

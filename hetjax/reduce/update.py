@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,7 +30,8 @@ class StateSums:
     Attributes:
         sums: a tree like the model state.
         count: samples in the sums.
-        momenta: for each leaf of the state its own momentum, or None for that of the running average.
+        momenta: for each leaf of the state its own momentum, 1 where it is frozen, or None for that of the running
+            average.
     """
 
     sums: Tree
@@ -50,10 +51,12 @@ class RunningAverage:
     def __call__(self, model_state: Tree, state_sums: Tree) -> Tree:
         sums, count = state_sums
         safe = jnp.maximum(count, 1)
-        own = state_sums.momenta if isinstance(state_sums, StateSums) and self.momentum is None else ()
-        default = 0.9 if self.momentum is None else self.momentum
         leaves, tree = jax.tree.flatten(model_state)
-        momenta = [default if momentum is None else momentum for momentum in own] or [default] * len(leaves)
+        own: Sequence[float | None] = state_sums.momenta if isinstance(state_sums, StateSums) else [None] * len(leaves)
+        if self.momentum is not None:  # for all but what is frozen
+            own = [momentum if momentum == 1 else None for momentum in own]
+        default = 0.9 if self.momentum is None else self.momentum
+        momenta = [default if momentum is None else momentum for momentum in own]
         blend = lambda old, total, momentum: (momentum * old + (1 - momentum) * total / safe).astype(old.dtype)
         return jax.tree.map(blend, model_state, sums, jax.tree.unflatten(tree, momenta))
 
@@ -66,8 +69,8 @@ def running_average(momentum: float | None = None) -> RunningAverage:
     `sums` (a tree like the state) and `count` are the state sums of a step, totaled over all workers.
 
     Args:
-        momentum: share of the old state that is kept, for all of the state; 0 takes the new value as it is. Default:
-            each BatchNorm layer's own, and 0.9 for everything else.
+        momentum: share of the old state that is kept, for all of the state that is not frozen; 0 takes the new value as
+            it is. Default: each BatchNorm layer's own, and 0.9 for everything else.
 
     Returns:
         A function (model_state, (sums, count)) -> model_state.

@@ -85,6 +85,36 @@ def test_transformed_layers_and_mutated_variables_are_trained_and_evaluated(name
     assert last != first
 
 
+class Constants(nnx.Module):
+    """Constants inside `jit` and `remat`, which replace the values of all variables, and one that is written."""
+
+    def __init__(self, rngs, writes):
+        self.head, self.table, self.seen = nnx.Linear(5, 3, rngs=rngs), nnx.Variable(jnp.ones(5)), nnx.Variable(0.0)
+        self.writes = writes
+
+    def __call__(self, x):
+        return nnx.remat(lambda model, x: nnx.jit(Constants.inner)(model, x))(self, x)
+
+    def inner(self, x):
+        if self.writes:
+            self.seen[...] = self.seen[...] + x.sum()
+        self.size = nnx.Intermediate(x.sum())  # a new one
+        return self.head(x * self.table[...])
+
+
+@pytest.mark.parametrize(("make", "written"), [
+    (lambda rngs: Constants(rngs, writes=True), "seen"), (Counting, "calls"),
+    *((make, None) for make in (MODELS["scan"], MODELS["remat"], lambda rngs: Constants(rngs, writes=False))),
+])  # fmt: skip
+def test_a_warning_names_what_a_model_writes_in_vain_once(make, written, caplog):
+    model = hetjax.from_nnx(make(nnx.Rngs(0)), example_loss)
+    keys = jax.random.split(jax.random.key(0), len(DATA["y"]))
+    for _ in range(2):
+        jax.grad(lambda params: model.loss_fn(params, DATA, keys).loss_b.mean())(model.params)
+    found = [record.getMessage() for record in caplog.records if "new values are lost" in record.getMessage()]
+    assert [message.split(" when ")[0] for message in found] == [f"The model writes to {written}"] * bool(written)
+
+
 def test_changing_a_merged_model_changes_nothing_else():
     model = hetjax.from_nnx(Counting(nnx.Rngs(0)), example_loss)
     one, other = model.merge(model.params, None), model.merge(model.params, None)
