@@ -68,7 +68,7 @@ class Example:
     Attributes:
         loss_b: loss of each example, [batch].
         weight_b: weight of each example, [batch]. Default: 1 each.
-        metrics: further values by name, each [batch] or a `Metric`.
+        metrics: further values by name, each [batch] or a `Metric`; the name 'loss' is taken.
     """
 
     loss_b: jax.Array
@@ -150,6 +150,11 @@ class Objective:
         else:
             value, state_sums = returned, ()
         example = as_example(value)
+        if "loss" in example.metrics:
+            raise ValueError(
+                "A metric is named 'loss', the name of the mean of loss_b in the results of evaluate. Give it another "
+                "name, such as 'cross_entropy'."
+            )
         rows = len(mask_b)
         named = {"the loss": example.loss_b}
         for name, value in example.metrics.items():

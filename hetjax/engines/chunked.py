@@ -188,7 +188,7 @@ class ChunkedEngine:
         own = self.workers.local
         return {
             "capacity": [int(self.capacity_W[i]) for i in own],
-            "max_rows": [int(self.max_rows_W[i]) for i in own],
+            "max_rows": [int(self.fitting_W[i]) for i in own],  # from the next membership on plans know it, too
             "rungs": {kind: sorted(map(int, ladder.programs)) for kind, ladder in self.ladders.items()},
             "prices": {kind: prices.plain() for kind, prices in self._price_lists().items()},
             "pace": self._pace,
@@ -203,11 +203,14 @@ class ChunkedEngine:
             source: the process whose prices count; a kind that it does not know is priced by the first that has it.
         """
         rows, capacity = int(self.max_rows_W.min()), int(self.capacity_W.max())
+        fitting_w = self.fitting_W[list(self.workers.local)]
         self.workers = self.clocks.workers = workers
         if not offer_P:
             self.capacity_W, self.max_rows_W = np.full(len(workers), capacity), np.full(len(workers), rows)
             self.fitting_W, self._remote, self._rate_W = self.max_rows_W.copy(), {}, None
-            self._update_limits()
+            self.fitting_W[list(workers.local)] = np.minimum(fitting_w, rows)
+            with self._lock:
+                self._update_limits()
             return
         joined = lambda name: np.array([value for offer in offer_P for value in offer[name]], np.int64)
         self.capacity_W, self.max_rows_W = joined("capacity"), joined("max_rows")

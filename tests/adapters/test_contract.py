@@ -57,6 +57,13 @@ def test_metrics_that_are_not_arrays_are_refused():
     assert "Metric 'a' should be an array of one value per example, not a dict" in message
 
 
+def test_a_metric_does_not_take_the_place_of_the_loss():
+    def loss_fn(params, batch, keys):
+        return hetjax.Example(losses(params, batch), metrics={"loss": losses(params, batch)})
+
+    assert "A metric is named 'loss', the name of the mean of loss_b" in refusal(loss_fn)
+
+
 def test_a_stateful_loss_without_state_sums_is_refused():
     message = refusal(lambda params, state, batch, keys, mask: losses(params, batch), model_state={"n": jnp.zeros(())})
     assert "must return two values" in message

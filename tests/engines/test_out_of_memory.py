@@ -238,3 +238,28 @@ def test_with_several_processes_only_the_worker_changes_and_not_the_plans(monkey
         np.testing.assert_array_equal(step.engine.limits().work(np.array([8, 8])), limits.work(np.array([8, 8])))
     assert len(warnings(caplog)) == 1
     assert "Plans still assume the larger ones" in caplog.text
+
+
+def test_another_membership_keeps_the_limits_and_plans_get_to_know_them(monkeypatch):
+    """The members of a fleet change: this process, first before, is second now."""
+    data = {name: values[:BATCH] for name, values in source().items()}
+    with Step(
+        loss_fn, optax.sgd(0.05), batch_size=BATCH, devices=jax.devices()[:2], engine=Chunked(rungs=[4, 8])
+    ) as step:
+        state, _ = step(step.init(PARAMS), data)
+        step.flush()
+        step.evaluate(state, [data])
+        (evaluation,) = step.sessions._evaluation.values()
+        others = step.engine.offer()
+        monkeypatch.setattr(Workers, "several_processes", True)
+        for engine in (step.engine, evaluation.engine):
+            engine._lower(1, 8, MemoryError())
+        monkeypatch.undo()
+        described = step.workers.described()
+        workers = step.workers.among([described, described], 1)
+        step.engine.follow(workers, [others, step.engine.offer()])
+        evaluation.engine.follow(workers)
+        for engine in (step.engine, evaluation.engine):
+            assert [engine._stairs_W[worker].chunks(8) for worker in range(4)] == [[8], [8], [8], [4, 4]]
+        work_W = step.engine.limits().work(np.full(4, 8))
+        assert work_W[3] != work_W[2] == work_W[1] == work_W[0]
