@@ -20,7 +20,7 @@ from hetjax.devices.workers import Workers
 from hetjax.engines.clocks import LocalResult
 from hetjax.engines.session import Session
 from hetjax.fleet.agree import digest, same
-from hetjax.pipeline import Pipeline, packed_rows
+from hetjax.pipeline import Pipeline, bucket_of, packed_rows
 from hetjax.planning.allocation import solve
 from hetjax.planning.controllers.base import Plan
 from hetjax.planning.rounding import largest_remainder
@@ -64,7 +64,7 @@ def mean_over(
 
 def outputs_over(
     batches: Iterable[Any],
-    open_session: Callable[[Tree], Session],
+    open_sessions: Callable[[Tree], Sequence[Session]],
     leaves: Sequence[Any],
     limit: int,
     shares_W: np.ndarray,
@@ -74,29 +74,33 @@ def outputs_over(
 
     Args:
         batches: any batches that a step takes, each with at most `limit` samples.
-        open_session: makes a session for predictions, for rows like the sample it is given.
+        open_sessions: makes sessions for predictions, of each shape of rows if the sample it is given has one of them.
         leaves: those of the parameters and the model state.
         limit: maximum samples of a batch.
         shares_W: relative share of every worker.
         seed: the samples' random keys derive from it and from their positions.
 
     Raises:
-        ValueError: if there are no batches.
+        ValueError: if there are no batches, or outputs of rows of several shapes differ in shape.
     """
-    session: Session | None = None
+    sessions: Sequence[Session] = ()
+    session: Session | None = None  # the one that runs
     position, counts_SxW, made = 0, [], []
     running: list[Future[LocalResult]] | None = None
     try:
         for each in batches:
             batch = as_batch(each, limit)
-            if session is None:
-                session = open_session(sample_of(batch))
-                replicas = _placed(leaves, session.engine.workers)
-                outputs = len(jax.tree.leaves(session.outputs))
-            span = Span(0, position, position + len(batch))
-            plan, position = _split(session, len(batch), shares_W), span.stop
-            packed = packed_rows(session.engine, batch, span, plan, seed)  # while the batch before runs
-            finished = None if running is None else session.clocks.wait(running)
+            if not sessions:
+                sessions = open_sessions(sample_of(batch))
+                _check_alike([each.outputs for each in sessions])
+                replicas = _placed(leaves, sessions[0].engine.workers)
+                outputs = len(jax.tree.leaves(sessions[0].outputs))
+            span = Span(0, position, position + len(batch), bucket=bucket_of(batch, sessions))
+            following = sessions[span.bucket]
+            plan, position = _split(following, len(batch), shares_W), span.stop
+            packed = packed_rows(following.engine, batch, span, plan, seed)  # while the batch before runs
+            finished = None if session is None or running is None else session.clocks.wait(running)
+            session = following
             running = session.engine.start(replicas, packed)
             counts_SxW.append(plan.counts_W)
             made += [] if finished is None else _valid_rows(finished, outputs)
@@ -113,6 +117,18 @@ def outputs_over(
     ]
     whole = _from_all(own, np.array(counts_SxW), workers) if workers.several_processes else own
     return jax.tree.unflatten(jax.tree.structure(session.outputs), whole)
+
+
+def _check_alike(outputs_K: Sequence[Tree]) -> None:
+    """Refuse outputs that differ between the shapes of rows: they would not fit into one array."""
+    shapes = [[(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(outputs)] for outputs in outputs_K]
+    if any(each != shapes[0] for each in shapes):
+        shown = " and ".join(dict.fromkeys(", ".join(map(str, jax.tree.leaves(outputs))) for outputs in outputs_K))
+        raise ValueError(
+            f"The outputs of samples in buckets of unequal length have no common shape ({shown}). Let predict_fn "
+            "return outputs without an axis of tokens, such as a sum, a mean or those of the last token, or pad them "
+            "there to the longest; or call predict for the samples of each bucket."
+        )
 
 
 def _placed(leaves: Sequence[Any], workers: Workers) -> Replicas:

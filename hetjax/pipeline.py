@@ -260,12 +260,8 @@ class Pipeline:
         return any(session.engine.compiling for session in self.sessions)
 
     def bucket_of(self, batch: HostBatch) -> int:
-        """The bucket of a batch, by the shape of its rows; one that fits none is refused when it is packed."""
-        if isinstance(batch, FeedBatch):
-            return batch.span.bucket
-        if len(self.sessions) == 1:
-            return 0
-        return matching(sample_of(batch), [session.engine.program.row for session in self.sessions])
+        """The bucket of a batch."""
+        return bucket_of(batch, self.sessions)
 
     @property
     def next(self) -> int:
@@ -331,6 +327,15 @@ class Pipeline:
             )
             for i, result in zip(self.session.engine.workers.local, results, strict=True)
         ]
+
+
+def bucket_of(batch: HostBatch, sessions: Sequence[Session]) -> int:
+    """The bucket of a batch, by the shape of its rows; one that fits none is refused when it is packed."""
+    if isinstance(batch, FeedBatch):
+        return batch.span.bucket
+    if len(sessions) == 1:
+        return 0
+    return matching(sample_of(batch), [session.engine.program.row for session in sessions])
 
 
 def packed_rows(engine: Engine, batch: HostBatch, span: Span, plan: Plan, seed: int) -> Any:

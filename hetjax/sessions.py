@@ -195,8 +195,8 @@ class Sessions:
 
         return _reopen(self._evaluation, list(map(str, shape_K)), open_one)
 
-    def for_prediction(self, state: State, sample: Tree) -> Session:
-        """Compile for the outputs of rows like the sample.
+    def for_prediction(self, state: State, samples: Sequence[Tree]) -> list[Session]:
+        """Compile for the outputs of rows like the samples.
 
         Raises:
             ValueError: if there is no function for predictions.
@@ -206,12 +206,12 @@ class Sessions:
                 "There is no function for predictions: give predict_fn(params, batch, keys) to Step or Trainer, or "
                 "predict to hetjax.from_nnx or from_linen."
             )
-        shape, predict_fn = shapes(state, sample), self.predict_fn
+        shape_K, predict_fn = [shapes(state, sample) for sample in samples], self.predict_fn
 
-        def open_one(_: int) -> Session:
+        def open_one(k: int) -> Session:
             return open_prediction(
                 predict_fn,
-                shape,
+                shape_K[k],
                 self.workers,
                 engine=self.engine_spec,
                 wait_limit=self.wait_limit,
@@ -220,7 +220,7 @@ class Sessions:
                 capacity=self.capacity,
             )
 
-        return _reopen(self._prediction, [str(shape)], open_one)[0]
+        return _reopen(self._prediction, list(map(str, shape_K)), open_one)
 
     def close(self) -> None:
         """End the threads of all sessions and drop the compiled programs."""

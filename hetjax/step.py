@@ -349,24 +349,27 @@ class Step:
         batches = list(batches)  # may be needed again
         return self.recovery.run(run)
 
-    def predict(self, state: AnyState, batches: Iterable[Any]) -> Tree:
+    def predict(self, state: AnyState, batches: Iterable[Any], *, samples: Sequence[Tree] = ()) -> Tree:
         """Compute the output of every sample with `predict_fn`, split among all workers like the training steps.
 
         Args:
             state: a state of this step; it stays valid.
             batches: as in `evaluate`; they need only what `predict_fn` reads.
+            samples: rows of every shape that batches may have. Default: those trained on, or that of the first batch.
 
         Returns:
             The outputs of all samples in order, in all processes: `predict_fn`'s tree, of NumPy arrays.
 
         Raises:
-            ValueError: if there are no batches, or no `predict_fn`.
+            ValueError: if there are no batches, or no `predict_fn`, or outputs of rows of several shapes differ.
         """
 
         def run() -> Tree:
             core = self.sync.answer(self._read(state)).evaluated
-            open_session = lambda sample: self.sessions.for_prediction(State(*core, None, None), sample)
-            return outputs_over(batches, open_session, jax.tree.leaves(core), self.limit, self._shares_W, self.seed)
+            open_sessions = lambda sample: self.sessions.for_prediction(
+                State(*core, None, None), samples or self.sessions.like(sample)
+            )
+            return outputs_over(batches, open_sessions, jax.tree.leaves(core), self.limit, self._shares_W, self.seed)
 
         if self.recovery is None:
             return run()

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
 
 from hetjax import loops, presets
@@ -309,16 +310,16 @@ class Trainer:
             shape.
         """
         state = checked(state)
-        samples = source.samples(lambda size: np.zeros(1, np.int64)) if isinstance(source, Bucketed) else ()
         with loops.in_order(source, self.step.limit, "evaluate") as batches:
-            return self.step.evaluate(self.answer(state), batches, samples=samples)
+            return self.step.evaluate(self.answer(state), batches, samples=_first_rows(source))
 
     def predict(self, state: State, source: Any) -> Tree:
         """Compute the output of every sample with `predict_fn`, split among all workers; see `hetjax.Step.predict`.
 
         Args:
             state: as returned by `fit`.
-            source: as in `fit`, but not endless, or batches; samples need only what `predict_fn` reads.
+            source: as in `fit`, but not endless, or batches; samples need only what `predict_fn` reads. Of a
+                `hetjax.Bucketed` the outputs must have one shape for all lengths.
 
         Returns:
             The outputs of all samples in the order of the source, in all processes: the tree that `predict_fn` returns,
@@ -328,13 +329,13 @@ class Trainer:
             ValueError: if there is no `predict_fn`, or outputs of samples in buckets have no common shape.
         """
         state = checked(state)
-        if isinstance(source, Bucketed):
-            raise ValueError(
-                "predict returns the outputs of all samples as one array in their order, and samples in buckets have "
-                "unequal lengths. Call predict for each bucket's samples, padded to one length, without Bucketed."
-            )
         with loops.in_order(source, self.step.limit, "predict") as batches:
-            return self.step.predict(self.answer(state), batches)
+            outputs = self.step.predict(self.answer(state), batches, samples=_first_rows(source))
+        if not isinstance(source, Bucketed):
+            return outputs
+        order = source.sampler(self.step.limit, shuffle=False).indices(0, 0, len(source))  # of the batches, by bucket
+        place = np.argsort(order, kind="stable")
+        return jax.tree.map(lambda x: x[place], outputs)
 
     def stop(self) -> None:
         """Request the end of `fit`: all processes stop after the same step."""
@@ -424,6 +425,13 @@ class Trainer:
                 "blocks from the source that is trained on."
             )
         return BlockSampler(self.blocks.indices, self.batch_size, self.seed)
+
+
+def _first_rows(source: Any) -> Sequence[Tree]:
+    """A row of each shape that a source has; none of a stream, which would be used up."""
+    if isinstance(source, Bucketed):
+        return source.samples(lambda size: np.zeros(1, np.int64))
+    return () if is_stream(source) else [fetch(as_source(source), np.zeros(1, np.int64))]
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

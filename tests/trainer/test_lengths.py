@@ -187,6 +187,48 @@ def test_the_work_of_a_step_is_counted_in_the_longest_samples():
     np.testing.assert_allclose(np.array(work_K) / work_K[0], [1, 0.5, 0.25])
 
 
+def summary(params, batch, keys):
+    """Outputs of one shape for all lengths, one of which depends on the sample's key."""
+    embedded = params["embedding"][batch["tokens"]] * batch["weights"][..., None]
+    return {"sum": embedded.sum(1), "noise": jax.vmap(jax.random.normal)(keys), "tokens": batch["weights"].sum(-1)}
+
+
+@pytest.mark.parametrize("tokens", [None, 32])
+def test_predictions_of_samples_in_buckets_are_in_the_order_of_the_source(tokens):
+    data, start = source(tokens=tokens), params()
+    with trainer_for(3, predict_fn=summary) as trainer:
+        state = trainer.init(start)
+        found = trainer.predict(state, data)
+        before = compiles()
+        again = trainer.predict(state, data)
+        assert compiles() == before
+    assert found["tokens"].tolist() == data.size_N.tolist()
+    expected = [np.asarray(start["embedding"])[sample["tokens"]].sum(0) for sample in data.source]
+    np.testing.assert_allclose(found["sum"], expected, rtol=1e-5, atol=1e-5)
+    assert len(set(found["noise"].tolist())) == SAMPLES  # every sample has a key of its own
+    jax.tree.map(np.testing.assert_array_equal, found, again)
+
+
+def test_predictions_with_an_axis_of_tokens_are_refused_with_a_sentence():
+    by_token = lambda params, batch, keys: params["embedding"][batch["tokens"]]
+    words = r"no common shape \(.*16, 5.* and .*8, 5.*\)\. Let predict_fn return outputs without an axis of tokens"
+    with trainer_for(predict_fn=by_token) as trainer, pytest.raises(ValueError, match=words):
+        trainer.predict(trainer.init(params()), source())
+
+
+def test_samples_of_one_length_are_evaluated_and_predicted_after_training_on_buckets():
+    data = source()
+    short = data.rows(np.flatnonzero(data.bucket_N == 2))
+    with trainer_for(predict_fn=summary) as trainer:
+        state, _ = trainer.fit(trainer.init(params()), data, steps=1)
+        found = trainer.predict(state, short)["tokens"]
+        example = loss_fn(state.params, short, keys_for(0, 0, 0, len(found)))
+        assert trainer.evaluate(state, short)["loss"] == pytest.approx(
+            float(example.loss_b.sum() / example.weight_b.sum()), rel=1e-5
+        )
+    assert found.tolist() == short["weights"].sum(-1).tolist()
+
+
 @pytest.mark.parametrize("options", [{"strategy": "daso"}, {"strategy": "hogbatch"}, {"partition": "proportional"}])
 def test_what_divides_samples_by_number_is_refused(options):
     made = Trainer(loss_fn, optax.sgd(0.1), batch_size=BATCH, devices=jax.devices()[:2], **options,

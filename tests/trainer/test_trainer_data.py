@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 
-from hetjax import Chunked, Simulation, Trainer
+from hetjax import Bucketed, Chunked, Simulation, Trainer
 from hetjax.sampling.order import Sampler
 from hetjax.simulation.speeds import constant
 
@@ -167,6 +167,49 @@ def test_every_form_of_the_data_gives_the_same_run(trainer, kind, tmp_path):
     assert times_seen(state) == [2.0] * SAMPLES
     expected = np.mean(np.asarray(loss_fn(state.params, (X, Y), None)))
     assert trainer.evaluate(state, source)["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["Grain", "Hugging Face"])
+def test_predictions_for_a_dataset_of_another_package_are_in_its_order(kind):
+    predict_fn = lambda params, batch, keys: {"y": batch["y"], "sum": batch["x"].sum(-1)}
+    with trainer_for(predict_fn=predict_fn) as trainer:
+        found = trainer.predict(trainer.init(first_params()), SOURCES[kind](None))
+    np.testing.assert_array_equal(found["y"], Y)
+    np.testing.assert_allclose(found["sum"], X.sum(-1), rtol=1e-5, atol=1e-6)
+
+
+def sequences():
+    """X cut to 1, 2 or 3 entries."""
+    return [{"x": x[: 1 + i % 3].tolist(), "y": int(i)} for i, x in enumerate(X)]
+
+
+BUCKETED = {
+    "list": sequences,
+    "Grain": lambda: pytest.importorskip("grain").MapDataset.source(sequences()),
+    "Hugging Face": lambda: pytest.importorskip("datasets").Dataset.from_list(sequences()).with_format("numpy"),
+}
+
+
+def test_buckets_over_a_dataset_of_another_package_give_the_same_run():
+    def loss(params, batch, keys):
+        width = batch["x"].shape[1]
+        return (batch["x"] @ params["w"][:width] - jnp.asarray(TARGET)[batch["y"]]) ** 2 + params["seen"][batch["y"]]
+
+    predict_fn = lambda params, batch, keys: {"y": batch["y"], "sum": (batch["x"] * batch["mask"]).sum(-1)}
+    ends = []
+    with Trainer(
+        loss, optax.sgd(RATE), batch_size=BATCH, devices=jax.devices()[:2], controller="equal",
+        engine=Chunked(rungs=[4]), predict_fn=predict_fn,
+    ) as trainer:  # fmt: skip
+        for kind, make in BUCKETED.items():
+            source = Bucketed(make(), (2, 3), mask="mask")
+            state, history = trainer.fit(trainer.init(first_params()), source, epochs=1)
+            found = trainer.predict(state, source)
+            assert found["y"].tolist() == Y.tolist(), kind
+            expected = [sum(sample["x"]) for sample in sequences()]
+            np.testing.assert_allclose(found["sum"], expected, rtol=1e-5, atol=1e-6)
+            ends.append(history.losses)
+    assert ends[0] == ends[1] == ends[2]
 
 
 def test_a_shuffled_dataset_of_grain_is_another_order_of_the_same_samples(trainer):
