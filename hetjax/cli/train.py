@@ -26,6 +26,8 @@ from hetjax import checkpoint, processes, report
 from hetjax.cli.training import configs, output, partitions, setup
 from hetjax.cli.training.configs import Config
 from hetjax.cli.training.takeover import CHECKPOINTS, Takeover, sole_use
+from hetjax.devices.workers import device_kind
+from hetjax.engines.precision import warn_of_bfloat16
 from hetjax.environment import RESTART, STARTED
 from hetjax.fleet.agree import Disagreement, same
 from hetjax.fleet.carrier import PeerLost
@@ -139,6 +141,8 @@ def run(config: Config, heart: Heartbeat | None, console: Console) -> None:
     simulation, devices = setup.find_devices(config)
     shared = {name: value for name, value in config.flat().items() if name not in PER_PROCESS_FLAGS}
     same(resume=config.output.resume, **shared)
+    if config.model.dtype == "bfloat16":
+        warn_of_bfloat16(map(device_kind, devices))
     folder, method = config.folder, setup.method(config)
     partitions.check_flags(config)
     with sole_use(folder):
@@ -215,6 +219,7 @@ def train(
         devices=devices,
         speeds=simulation,
         capacity=setup.whole_numbers("--capacity", config.workers.capacity),
+        compute_dtype=setup.compute_dtype(config),
         ema_decay=config.optimizer.ema,
         wire=config.processes.wire,
         delay=config.processes.delay,

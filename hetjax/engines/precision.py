@@ -19,6 +19,14 @@ ComputeDtype = Any  # a dtype or its name, a mapping from kinds of device to suc
 
 DEFAULT = "default"  # key of a mapping for all other kinds of device
 _DTYPES = ("float32", "bfloat16", "float16")
+_WITHOUT_BFLOAT16 = {
+    "t4",
+    "v100",
+    "p100",
+    "p40",
+    "p4",
+    "k80",
+}  # NVIDIA's data center GPUs before the A100, in lower case
 
 
 def dtypes_by_kind(given: ComputeDtype) -> dict[str, str]:
@@ -54,9 +62,28 @@ def _name(given: Any) -> str:
 
 
 def dtype_of(kind: str, dtypes: Mapping[str, str]) -> str | None:
-    """The compute dtype of a kind, 'platform:model': that of its model, else of its platform, else the default."""
+    """The compute dtype of a kind, 'platform:model'.
+
+    That of its model, else of words in it ('T4' of 'Tesla T4'), else of its platform, else the default.
+    """
     platform, _, model = kind.partition(":")
-    return next((dtypes[key] for key in (kind, model, platform, DEFAULT) if key in dtypes), None)
+    words = [key for key in dtypes if key != DEFAULT and _words(key) and _words(key) <= _words(model)]
+    return next((dtypes[key] for key in (kind, model, *words, platform, DEFAULT) if key in dtypes), None)
+
+
+def _words(name: str) -> set[str]:
+    return set(name.replace("-", " ").lower().split())
+
+
+def warn_of_bfloat16(kinds: Iterable[str]) -> None:
+    """Log a warning if devices that compute in bfloat16 have no hardware for it."""
+    if emulating := [kind for kind in kinds if _words(kind.partition(":")[2]) & _WITHOUT_BFLOAT16]:
+        log.warning(
+            "%s has no bfloat16 (CUDA compute capability below 8.0): it is emulated and slow. Give this kind another "
+            "dtype, as in compute_dtype={'T4': 'float16', 'default': 'bfloat16'} or --compute-dtype "
+            "T4=float16,default=bfloat16.",
+            ", ".join(emulating),
+        )
 
 
 def common_dtype(kinds: Iterable[str], dtypes: Mapping[str, str]) -> str | None:
@@ -81,10 +108,11 @@ def cast(tree: Tree, dtype: str) -> Tree:
 
 
 def announce(kinds: Iterable[str], dtypes: Mapping[str, str]) -> None:
-    """Log the compute dtype of every kind, with a warning of what float16 means."""
+    """Log the compute dtype of every kind, with warnings of bfloat16 without hardware and of what float16 means."""
     found = {kind: dtype for kind in kinds if (dtype := dtype_of(kind, dtypes)) is not None}
     for kind, dtype in found.items():
         log.info("%s computes in %s.", kind, dtype)
+    warn_of_bfloat16(kind for kind, dtype in found.items() if dtype == "bfloat16")
     if halves := [kind for kind, dtype in found.items() if dtype == "float16"]:
         log.warning(
             "%s computes in float16, and hetjax does not scale the loss: gradients below 6e-8 become zero, and sums "

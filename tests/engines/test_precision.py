@@ -20,7 +20,7 @@ import hetjax
 from hetjax import BatchNorm, Chunked, Example, Looped, Step, from_nnx
 from hetjax.devices import workers
 from hetjax.engines import chunked
-from hetjax.engines.precision import dtype_of, dtypes_by_kind
+from hetjax.engines.precision import announce, dtype_of, dtypes_by_kind
 
 BATCH, STEPS = 24, 4
 RNG = np.random.default_rng(0)
@@ -237,6 +237,22 @@ def test_a_kind_is_found_by_model_then_platform_then_default():
     assert dtype_of("gpu:NVIDIA A100", dtypes) == "bfloat16"
     assert dtype_of("cpu:cpu", dtypes) == "float32"
     assert dtype_of("cpu:cpu", dtypes_by_kind({"gpu": "float16"})) is None
+
+
+def test_a_word_of_the_model_names_a_kind():
+    dtypes = dtypes_by_kind({"T4": "float16", "a100": "bfloat16", "gpu": "float32"})
+    kinds = ("gpu:Tesla T4", "gpu:NVIDIA A100-SXM4-40GB", "gpu:NVIDIA T400", "cpu:cpu")
+    assert [dtype_of(kind, dtypes) for kind in kinds] == ["float16", "bfloat16", "float32", None]
+
+
+def test_a_warning_names_the_kinds_that_emulate_bfloat16(caplog):
+    kinds = ["gpu:Tesla T4", "gpu:Tesla V100-SXM2-16GB", "gpu:NVIDIA A100-SXM4-40GB", "cpu:cpu", "tpu:TPU v4"]
+    announce(kinds, dtypes_by_kind({"V100": "float16", "default": "bfloat16"}))
+    (warning,) = [record.getMessage() for record in caplog.records if "has no bfloat16" in record.getMessage()]
+    assert warning.startswith("gpu:Tesla T4 has no bfloat16 (CUDA compute capability below 8.0)")
+    caplog.clear()
+    announce(kinds, dtypes_by_kind({"T4": "float16", "V100": "float32", "default": "bfloat16"}))
+    assert "has no bfloat16" not in caplog.text
 
 
 def test_one_program_in_two_dtypes_is_refused(two_kinds):

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fake_link import act_as
+from flax import nnx
 from jax.errors import JaxRuntimeError
 
 from hetjax import report
@@ -169,6 +170,9 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(tmp_path, whole, 
         (["--batch-size", "5000"], "batch_size is 5,000, but the source has 1,438 samples"),
         (["--steps", "1" * 30], "--steps is 1111"),
         (["--epochs", "2147483647"], "The number of steps is"),
+        (["--compute-dtype", "T4=int8"], "compute_dtype is 'int8': expected one of float32"),
+        (["--compute-dtype", "T4=float16,T4=float32"], "expected each kind of device once"),
+        (["--compute-dtype", "bfloat16", "--dtype", "bfloat16"], "--dtype bfloat16 sets the precision of the layers"),
         (["--keep", "0"], "--keep is 0"),
         (["--max-skips", "0"], "--max-skips is 0: expected a whole number"),
         (["--save-steps=-1"], "--save-steps is -1"),
@@ -373,6 +377,22 @@ def test_a_run_that_fails_before_its_first_step_leaves_the_earlier_one_unchanged
 
 def disk_full(*_, **__):
     raise OSError("The disk is full.")
+
+
+def test_kinds_of_device_compute_in_their_dtype(tmp_path, monkeypatch, no_figures):
+    """The layers keep no dtype of their own, which would undo it."""
+    seen, apply = set(), nnx.Linear.__call__
+
+    def called(layer, x):
+        out = apply(layer, x)
+        seen.add(str(out.dtype))
+        return out
+
+    monkeypatch.setattr(nnx.Linear, "__call__", called)
+    flags = ["--steps", "1", "--strategy", "equal", "--devices", "1", "--compute-dtype", "cpu=bfloat16,T4=float16"]
+    assert train.main([*TINY, *flags, "--out", str(tmp_path)]) == 0
+    assert "bfloat16" in seen
+    assert json.loads((tmp_path / "config.json").read_text())["compute_dtype"] == "cpu=bfloat16,T4=float16"
 
 
 @pytest.mark.slow

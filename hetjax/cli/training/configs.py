@@ -74,7 +74,9 @@ class ModelFlags:
     augment: Annotated[Literal["none", "shift"] | None, optional("{none,shift}")] = None
     """shift moves training images by up to one pixel (default: shift for cnn and resnet)"""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """compute precision; parameters are always float32"""
+    """precision of the layers on every device; parameters are always float32"""
+    compute_dtype: Annotated[str | None, optional("LIST")] = None
+    """instead of --dtype: float32, bfloat16 or float16 by kind of device, such as T4=float16,default=bfloat16"""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from hetjax.arguments import MOST_SAMPLES, MOST_SEED, number, whole
 from hetjax.cli.training.configs import Config
 from hetjax.devices.chosen import chosen_devices
 from hetjax.devices.fake import devices_from_environment
+from hetjax.engines.precision import DEFAULT, dtypes_by_kind
 from hetjax.environment import DEVICES, PROCESSES
 from hetjax.presets import Choice
 from hetjax.simulation.speeds import Simulation, Trace, constant, of_survivors
@@ -94,9 +95,28 @@ def make_task_of(config: Config) -> Task:
         seed=config.output.seed,
         norm=flags.norm,
         augment=augment,
-        dtype=flags.dtype,
+        dtype=flags.dtype if flags.compute_dtype is None else None,
         **options,
     )
+
+
+def compute_dtype(config: Config) -> dict[str, str] | None:
+    """Return the dtype of each kind of device by --compute-dtype, as `hetjax.Step` takes it."""
+    flags = config.model
+    if flags.compute_dtype is None:
+        return None
+    if flags.dtype != "float32":
+        raise ValueError(
+            f"--dtype {flags.dtype} sets the precision of the layers on every device: with --compute-dtype omit it, or "
+            "give --dtype float32."
+        )
+    given: dict[str, str] = {}
+    for part in flags.compute_dtype.split(","):
+        kind, _, dtype = part.rpartition("=")
+        given[kind.strip() or DEFAULT] = dtype.strip()
+    if len(given) != flags.compute_dtype.count(",") + 1:
+        raise ValueError(f"--compute-dtype is {flags.compute_dtype!r}: expected each kind of device once.")
+    return dtypes_by_kind(given)
 
 
 def check_flags(config: Config) -> None:
@@ -114,6 +134,7 @@ def check_flags(config: Config) -> None:
     ):
         if value is not None:
             whole(flag, value, least, most)
+    compute_dtype(config)
     for flag, amount, limit in (
         ("--learning-rate", optimizer.learning_rate, {"least": 0}),
         ("--weight-decay", optimizer.weight_decay, {"least": 0}),
