@@ -1,4 +1,9 @@
-"""Environment variables that a launcher sets for the processes it starts."""
+"""The environment of a process: variables that a launcher sets, and packages that may be missing."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
 
 COORDINATOR = "HETJAX_COORDINATOR"  # HOST:PORT at which processes reach process 0
 BIND = "HETJAX_BIND"  # HOST:PORT that process 0 listens on
@@ -16,3 +21,23 @@ HEARTBEAT = "HETJAX_HEARTBEAT"  # folder of the heartbeats
 PROGRAMS = "HETJAX_COMPILATION_CACHE_DIR"  # folder of compiled programs, see devices/compile.py
 RESTART = "HETJAX_RESTART"  # number of restarts of the run; unset the first time
 STARTED = "HETJAX_STARTED"  # start of the launcher, in seconds since 1970, where it added --resume
+
+
+def optional_package(name: str, purpose: str, install: str) -> Any:
+    """Import a package that hetjax does not require.
+
+    Args:
+        name: its module.
+        purpose: what needs it, as the beginning of a sentence.
+        install: what to type after `pip install`.
+
+    Returns:
+        The module.
+
+    Raises:
+        ImportError: if it cannot be imported.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(f"{purpose} needs {name} ({error}): pip install {install}.") from error

@@ -10,6 +10,7 @@ import numpy as np
 
 from hetjax.data.memory import check_labels
 from hetjax.data.source import Description, RowSource, fetch
+from hetjax.environment import optional_package
 
 
 class TfdsSource(RowSource):
@@ -46,12 +47,7 @@ def tfds_source(name: str, split: str = "train", *, data_dir: str | Path | None 
     Reading needs the extra `tfds`, but not TensorFlow. Preparing downloads the dataset, mostly by TensorFlow; the error
     of a missing dataset gives the command. A split may be a slice such as "train[:90%]".
     """
-    try:
-        import tensorflow_datasets
-    except ImportError as error:
-        raise ImportError(
-            f"Reading tfds:{name} needs TensorFlow Datasets ({error}). Install the extra: pip install 'hetjax[tfds]'."
-        ) from error
+    tensorflow_datasets = optional_package("tensorflow_datasets", f"Reading tfds:{name}", "'hetjax[tfds]'")
     data_dir = data_dir or os.environ.get("TFDS_DATA_DIR")
     where = data_dir or tensorflow_datasets.core.constants.DATA_DIR
     try:

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TextIO
 
 import numpy as np
 
+from hetjax.environment import optional_package
 from hetjax.thinning import LIMIT, Thinning
 
 Row = Mapping[str, Any]
@@ -80,13 +81,8 @@ class TensorBoardTracker:
     """Writes every number as a TensorBoard scalar, those of the summary under summary/, and its text as a table."""
 
     def __init__(self, folder: str | Path):
-        try:
-            from tensorboardX import SummaryWriter
-        except ImportError as error:
-            raise ImportError(
-                f"Writing TensorBoard events needs tensorboardX ({error}): pip install 'hetjax[track]'."
-            ) from error
-        self._writer = SummaryWriter(str(folder))
+        package = optional_package("tensorboardX", "Writing TensorBoard events", "'hetjax[track]'")
+        self._writer = package.SummaryWriter(str(folder))
         self._step = 0
 
     def log(self, step: int, row: Row) -> None:
@@ -110,10 +106,7 @@ class WandbTracker:
     """Logs the numbers of every row and the summary to Weights & Biases; login and mode are configured by wandb."""
 
     def __init__(self, project: str, *, name: str | None = None, config: Row | None = None, folder: Path | None = None):
-        try:
-            import wandb
-        except ImportError as error:
-            raise ImportError(f"Logging to Weights & Biases needs its package ({error}): pip install wandb.") from error
+        wandb = optional_package("wandb", "Logging to Weights & Biases", "wandb")
         self._run: Any = wandb.init(project=project, name=name, config=plain(config or {}), dir=folder)
 
     def log(self, step: int, row: Row) -> None:
