@@ -25,7 +25,7 @@ from hetjax.environment import PROGRAMS  # noqa: E402
 _STORE_LIMIT = 2**28  # bytes of compiled programs kept for later test runs
 _MAPS_LIMIT = 15_000  # leaves 50,000 for the programs of the largest module
 
-hypothesis.settings.register_profile("hetjax", deadline=None, print_blob=True)
+hypothesis.settings.register_profile("hetjax", deadline=None, print_blob=True, derandomize=True, max_examples=50)
 hypothesis.settings.load_profile("hetjax")
 
 
