@@ -231,7 +231,7 @@ class Sessions:
 
     def _check_model(self, state: State, sample: Tree, sync: Sync) -> None:
         """Refuse a model state that would be trained wrong, and warn of workers left idle, before compiling."""
-        if sync.stepped and not self._training:  # otherwise a batch belongs to one worker; said once
+        if sync.stepped and not self._training:  # otherwise a batch belongs to one worker; one warning is enough
             nodes = processes.count() if sync.by_node else 1
             warn_of_idle_workers(self.batch_size, self.quantum, len(self.workers) * nodes)
         if state.model_state is not None:

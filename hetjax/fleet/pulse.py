@@ -40,7 +40,7 @@ class Pulse:
 
     @property
     def present(self) -> set[int]:
-        """Processes that have neither said goodbye nor closed their connection."""
+        """Processes that have neither announced their end nor closed their connection."""
         return {peer for peer in self._heard if peer not in self._goodbyes and peer not in self._closed}
 
     def goodbye(self, peer: int) -> None:

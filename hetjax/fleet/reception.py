@@ -1,4 +1,4 @@
-"""Process 0's side of a meeting: who has come, whether all fit together, and what each of them is told."""
+"""Process 0's side of a meeting: who has come, whether all fit together, and the answer to each."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ class Rendezvous:
             self._log(f"{what}; further ones are not reported.")
 
     def _save(self) -> None:
-        """Write down what a restart needs, before anybody is told."""
+        """Write down what a restart needs, before any member receives it."""
         state = self._registry.to_json()
         if self._state is None or state == self._saved:
             return
@@ -183,7 +183,7 @@ def serve(bind: str, processes: int, key: bytes | None, state: Path | None, **op
                 raise OSError("The rendezvous failed, see above.")
             time.sleep(_TICK / 1000)
         if rendezvous.over:
-            time.sleep(1.0)  # those that leave last are told, too
+            time.sleep(1.0)  # the answer reaches those that leave last, too
     finally:
         rendezvous.close()
     if rendezvous.over and state is not None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from hetjax.processes import ProcessLink
 
-# (index of the array, its parts in process order, notes in process order) -> the reduced part, in the same dtype
+# (index of the array, its parts in process order, messages in process order) -> the reduced part, in the same dtype
 Combine = Callable[[int, list[np.ndarray], list[bytes]], np.ndarray]
 Range = tuple[int, int, int]  # array, start, stop
 
@@ -33,18 +33,18 @@ class SliceExchange:
         self.channel = link.channel()
 
     def __call__(
-        self, arrays: Sequence[np.ndarray], combine: Combine, note: bytes = b"", limit: float | None = None
+        self, arrays: Sequence[np.ndarray], combine: Combine, message: bytes = b"", limit: float | None = None
     ) -> tuple[list[np.ndarray], list[bytes]]:
         """Reduce arrays of the same shapes in all processes.
 
         Args:
             arrays: flat and contiguous; sent without a copy, so they must not change for as long as anyone reads them.
             combine: adds up one part of an array.
-            note: a few bytes for all processes, which `combine` may use.
+            message: a few bytes for all processes, which `combine` may use.
             limit: seconds for the whole exchange. Default: the carrier's limit for every message.
 
         Returns:
-            The reduced arrays, identical in all processes, and the notes of all processes in order.
+            The reduced arrays, identical in all processes, and the messages of all processes in order.
 
         Raises:
             PeerLost: if a process has ended.
@@ -54,15 +54,15 @@ class SliceExchange:
         until = _Until(limit)
         pieces = _pieces([array.size for array in arrays], self.count)
         for peer in self.others:
-            self.channel.send(peer, 0, [note])
+            self.channel.send(peer, 0, [message])
         for k, (owner, ranges) in enumerate(pieces):
             if owner != self.index:
                 self.channel.send(owner, 1 + 2 * k, [_bytes(arrays[i][start:stop]) for i, start, stop in ranges])
-        notes = [note if peer == self.index else bytes(self._receive(peer, 0, until)[0]) for peer in self._all]
+        messages = [message if peer == self.index else bytes(self._receive(peer, 0, until)[0]) for peer in self._all]
         reduced = [np.empty(array.size, array.dtype) for array in arrays]
         for k, (owner, ranges) in enumerate(pieces):
             if owner == self.index:
-                self._add_up(1 + 2 * k, ranges, arrays, reduced, combine, notes, until)
+                self._add_up(1 + 2 * k, ranges, arrays, reduced, combine, messages, until)
         for k, (owner, ranges) in enumerate(pieces):
             if owner != self.index:
                 for (i, start, stop), part in zip(
@@ -70,7 +70,7 @@ class SliceExchange:
                 ):
                     reduced[i][start:stop] = part
         self.channel.round += 1
-        return reduced, notes
+        return reduced, messages
 
     @property
     def _all(self) -> range:
@@ -78,14 +78,14 @@ class SliceExchange:
 
     def _add_up(
         self, piece: int, ranges: Sequence[Range], arrays: Sequence[np.ndarray], reduced: list[np.ndarray],
-        combine: Combine, notes: list[bytes], until: _Until,
+        combine: Combine, messages: list[bytes], until: _Until,
     ) -> None:  # fmt: skip
         """Receive a piece of the own slice from all, add it up, and send the result to all."""
         own = [arrays[i][start:stop] for i, start, stop in ranges]
         parts_P = [own if peer == self.index else self._parts(peer, piece, ranges, arrays, until)
                    for peer in self._all]  # fmt: skip
         for (i, start, stop), *parts in zip(ranges, *parts_P, strict=True):
-            reduced[i][start:stop] = combine(i, parts, notes)
+            reduced[i][start:stop] = combine(i, parts, messages)
         for peer in self.others:
             self.channel.send(peer, piece + 1, [_bytes(reduced[i][start:stop]) for i, start, stop in ranges])
 

@@ -129,7 +129,7 @@ class NeighborMessages:
         share_w = share_W[list(self.workers.local)].tolist()
         sums = [wide_sum([np.asarray(x) for x in part], share_w) for part in zip(*own, strict=True)]
         if self._slices is not None:
-            flat, _ = self._slices([x.reshape(-1) for x in sums], lambda _, part_P, notes: wide_sum(part_P))
+            flat, _ = self._slices([x.reshape(-1) for x in sums], lambda _, part_P, messages: wide_sum(part_P))
             sums = [total.reshape(x.shape) for total, x in zip(flat, sums, strict=True)]
         return [narrowed(total, x.dtype) for total, x in zip(sums, self.sent, strict=True)]
 

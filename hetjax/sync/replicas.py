@@ -133,7 +133,7 @@ def _sums(leaves: Sequence[Any], share_N: np.ndarray | None) -> list[np.ndarray]
         return sums
     link = processes.link()
     assert link is not None
-    added, _ = SliceExchange(link)([x.reshape(-1) for x in sums], lambda _, part_P, notes: wide_sum(part_P))
+    added, _ = SliceExchange(link)([x.reshape(-1) for x in sums], lambda _, part_P, messages: wide_sum(part_P))
     return [total.reshape(x.shape) for total, x in zip(added, sums, strict=True)]
 
 

@@ -47,7 +47,7 @@ class Mixing:
 
             pi_i ~ max(b_i / B, 1 / (8 N)),   or 1 / N if W is not symmetric
 
-        Without a floor a worker with few samples or none would cut the graph: nobody would take its parameters.
+        Without a floor a worker with few samples or none would cut the graph: no other would take its parameters.
         """
         if not (self.symmetric or self.uniform) or not counts_W.any():
             return np.full(self.workers, 1 / self.workers)

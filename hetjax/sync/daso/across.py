@@ -87,12 +87,12 @@ class CrossProcessExchange:
             except BaseException as error:  # raised in the thread that waits for this exchange
                 pending.set(None, error)
 
-    def _run(self, kind: str, leaves: Leaves, note: np.ndarray) -> ExchangeResult:
+    def _run(self, kind: str, leaves: Leaves, message: np.ndarray) -> ExchangeResult:
         began = time.perf_counter()
         sent = outgoing(kind, leaves, self._base)
-        weights = lambda notes: np.array([np.frombuffer(each, np.float64)[0] for each in notes])
-        reduced, notes = self.slices(
-            sent, lambda _, part_N, notes: combine(kind, part_N, weights(notes)), note.tobytes(), self.limit
+        weights = lambda messages: np.array([np.frombuffer(each, np.float64)[0] for each in messages])
+        reduced, messages = self.slices(
+            sent, lambda _, part_N, messages: combine(kind, part_N, weights(messages)), message.tobytes(), self.limit
         )
         result = incoming(kind, reduced, leaves, self._base)
         if kind == "compressed":
@@ -100,5 +100,5 @@ class CrossProcessExchange:
         size = bytes_sent(kind, leaves, self.nodes)
         if self.bandwidth is not None:
             time.sleep(max(0.0, began + 8 * size / self.bandwidth - time.perf_counter()))
-        message_NxK = np.array([np.frombuffer(each, np.float64)[1:] for each in notes])
+        message_NxK = np.array([np.frombuffer(each, np.float64)[1:] for each in messages])
         return ExchangeResult(result, message_NxK, time.perf_counter() - began, size)
