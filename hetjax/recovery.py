@@ -77,7 +77,7 @@ class Recovery:
         self.step, self.link = step, link
         self.pipeline: Pipeline | None = None
         self.events: list[dict[str, Any]] = []  # changes of the membership; seconds: since the step before
-        self._told = 0  # number of them that a record has told
+        self._reported = 0  # number of them that a record has named
         self.stop = ""  # why the run ends early
         self.terms: dict[str, Any] = {}  # of the training loop, the same for all members
         self._new = True  # has not settled with the others yet
@@ -151,11 +151,11 @@ class Recovery:
     def leave(self) -> None:
         """Finish the running step and leave the fleet, which goes on with the other members.
 
-        Where nobody else has the optimizer state of this member's pieces, it asks to own nothing any more, and returns:
-        call it again after the next step.
+        Where no other member has the optimizer state of its pieces, it asks to own nothing any more, and returns: call
+        it again after the next step.
 
         Raises:
-            Left: when it has left; if nobody catches it, the program ends with exit code 0.
+            Left: when it has left; if it is not caught, the program ends with exit code 0.
         """
         assert self.pipeline is not None
         if self.link.holders == 1 and self.link.count > 1 and getattr(self.pipeline.core, "owned", None):
@@ -195,8 +195,8 @@ class Recovery:
 
     def take_news(self) -> str:
         """What has happened to the membership since the last record, in one line."""
-        told, self._told = self._told, len(self.events)
-        return " ".join(f"{event['reason']} {event['seconds']:.2f} s." for event in self.events[max(told, 1) :])
+        reported, self._reported = self._reported, len(self.events)
+        return " ".join(f"{event['reason']} {event['seconds']:.2f} s." for event in self.events[max(reported, 1) :])
 
     # -- what the pipeline tells --
 

@@ -1,8 +1,8 @@
 """The carrier: messages between the processes of a run over ZeroMQ, by way of their hosts.
 
 Every process keeps its own JAX backend; what it exchanges with the others are host buffers. Each process has one inbox,
-to which all others connect. A thread files what arrives by (channel, round, piece, sender); whoever waits for a message
-takes it from there. Buffers are sent without a copy, and every wait has a limit and names the process it waits for.
+to which all others connect. A thread files what arrives by (channel, round, piece, sender); the thread that waits for
+it takes it from there. Buffers are sent without a copy, and every wait has a limit and names the process it waits for.
 
 Processes meet at process 0, which compares what they are (`hetjax.fleet.reception`) and gives all of them the table of
 addresses. Messages carry the token of the run and the generation of its membership; others are dropped. They have a
@@ -341,7 +341,7 @@ class Carrier:
         self._pulse = Pulse(self.others, self._pulse.limit, time.monotonic(), bool(self.elastic))
 
     def _receive_guests(self, limit: float) -> tuple[int, Any]:
-        """In process 0: wait for all others; what they are told."""
+        """In process 0: wait for all others; the answer to them."""
         reception = self._reception
         assert reception is not None
         with self._arrived:

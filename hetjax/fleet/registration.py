@@ -1,4 +1,4 @@
-"""A process's side of the rendezvous: tells it its status again and again, and is told the membership.
+"""A process's side of the rendezvous: sends its status again and again, and receives the membership.
 
 One thread talks to the rendezvous. While that is away the thread goes on trying, and training goes on; only changes of
 the membership wait.

@@ -1,6 +1,6 @@
 """Who belongs to an elastic fleet: the rules of the rendezvous, without sockets and clocks.
 
-Members send their whole status again and again, and are told the whole state; so a lost message, or a rendezvous that
+Members send their whole status again and again, and receive the whole state; so a lost message, or a rendezvous that
 is started anew, heals by itself. A change of membership is a proposal; it is in force once all its members have
 confirmed that they work in no older generation. Each generation in force shares a member with the one before, which
 has stopped working there: two can never make progress at once.
@@ -27,7 +27,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Patience:
-    """Seconds after which the rendezvous gives somebody up."""
+    """Seconds after which the rendezvous gives a process up."""
 
     silent: float = 10.0  # without any message
     answer: float = 2.0  # without an answer of a member that others suspect
@@ -516,7 +516,7 @@ def _names(numbers: Sequence[int]) -> str:
     """Members in words."""
     if len(numbers) == 1:
         return f"Member {numbers[0]}"
-    return f"Members {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}" if numbers else "Nobody"
+    return f"Members {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}" if numbers else "No member"
 
 
 def _too_few(left: int, wanted: int) -> str:
