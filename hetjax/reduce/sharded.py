@@ -76,6 +76,7 @@ class HostSharded(HostSums):
     """
 
     may_sit_out = True
+    limit_P: np.ndarray
     has_masters = False  # owners keep parameters of their own
 
     def __init__(
@@ -574,8 +575,8 @@ class HostSharded(HostSums):
         if changed:
             self.share_P = share_P
             return self.hand_over(core, share_P)
-        sizes = np.array(sizes, float) / sum(sizes)
-        owned = lambda owners: np.bincount(owners, sizes, minlength=len(share_P))
+        part_K = np.array(sizes, float) / sum(sizes)
+        owned = lambda owners: np.bincount(owners, part_K, minlength=len(share_P))
         now = busy(owned(self.exchange.owners[: len(self.pieces)]), self.rate_P)
         if now < _WORTH * busy(owned(owners), self.rate_P):
             return core
