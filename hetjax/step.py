@@ -88,7 +88,8 @@ class Step:
         update: 'sharded': each process updates a slice of the parameters, keeps the optimizer state of that slice only,
             and sends the new parameters to the others. 'replicated': every worker updates its own copy. Default:
             'auto', sharded between processes with the transport 'host'.
-        update_on: where a process updates its slice: 'device' or 'host'. Default: 'auto', the quicker one.
+        update_on: where a process updates its slice in the sharded update: 'device' or 'host'. Default: 'auto', the
+            quicker one.
         wire: numbers between processes by transport 'host': 'float32' (default); 'bfloat16' or 'int8', with error
             feedback, for slow links; 'auto', the quickest by measurement. Fewer bits cost 4 bytes of the host's memory
             per parameter and process, and exact allocation invariance: counts then influence the rounding.
@@ -103,7 +104,9 @@ class Step:
             `hetjax.Simulation`. Default: real speeds.
         capacity: maximum samples of a worker in a step; one number, or one per worker. Default: chosen by the engine.
         memory: bytes of each worker for parameters, gradients and its slice of the optimizer state; one number, or
-            one per worker. Bounds the slices of the sharded update. Default: as reported by the devices.
+            one per worker. The number of a process's first worker bounds its slice of the sharded update, wherever
+            that is updated. Default: the memory of the place of the update: of that worker's device, or of the host,
+            which its processes share.
         quantum: counts are multiples of it. Default: the model's (the group of BatchNorm or `batch_loss`), or 1.
         compute_dtype: dtype of parameters and inputs in `loss_fn`, such as 'bfloat16', or one per kind of device or
             platform: `{"Tesla T4": "float32", "default": "bfloat16"}`. Parameters, model state and sums stay float32.
@@ -189,8 +192,8 @@ class Step:
         transport = current_name("transport", transport, _FORMER_TRANSPORTS)
         self.options = ReduceOptions(transport, update, update_on, wire, delay)
         presets.check_exchange(self.sync, wire, delay)
-        check_options(self.options, self.workers)
         presets.check_update(self.sync, update)
+        check_options(self.options, self.workers)
         self.controller: Controller = presets.for_workers(chosen.controller, self.workers)
         self.quantum = whole("quantum", getattr(model, "quantum", 1) if quantum is None else quantum, 1, MOST_SAMPLES)
         self.advance, self.ema_decay = advance or running_average(), ema_decay

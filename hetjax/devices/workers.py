@@ -66,6 +66,7 @@ class Workers:
         process: index of this process among those of the members.
         elastic: expected number of processes, where members may come and go; otherwise 0. Until they have met, the
             members are the workers of this process only.
+        memory_given: whether the memory of the members was given by the user, and not reported by their devices.
     """
 
     members: tuple[Worker, ...]
@@ -73,10 +74,11 @@ class Workers:
     spanning: tuple[jax.Device, ...] | None = None
     process: int = 0
     elastic: int = 0
+    memory_given: bool = False
 
     @classmethod
     def of(cls, devices: DeviceChoice) -> Workers:
-        """Make one worker of every device. With several processes that have their own backends, this is collective.
+        """Make one worker of every device. With several processes, this is collective.
 
         Args:
             devices: devices of this process, or of all processes where one JAX backend spans them; or a choice as for
@@ -104,11 +106,7 @@ class Workers:
         if len(list(itertools.groupby(process_W))) > len(set(process_W)):
             raise ValueError(f"Devices of one process must be adjacent in the list; got processes {process_W}.")
         me = processes.index()
-        if me not in process_W:
-            raise ValueError(
-                f"Process {me} of {processes.count()} has no worker: the given devices belong to processes "
-                f"{sorted(set(process_W))}. Give every process a device, or start fewer processes."
-            )
+        _check_idle([process for process, has in enumerate(processes.gather(me in process_W)) if not has])
         own = tuple(device for device in chosen if device.process_index == me)
         members = tuple(_described(device, device.process_index) for device in chosen)
         return cls(members, own, chosen if len(own) < len(chosen) else None, me)
@@ -135,11 +133,7 @@ class Workers:
         rows = processes.gather([problem, [astuple(_described(device, me)) for device in own]])
         raise_problems([problem for problem, _ in rows])
         gathered = [theirs for _, theirs in rows]
-        if idle := [process for process, theirs in enumerate(gathered) if not theirs]:
-            raise ValueError(
-                f"Process {', '.join(map(str, idle))} of {processes.count()} has no worker. Give every process a "
-                "device, or start fewer processes."
-            )
+        _check_idle([process for process, theirs in enumerate(gathered) if not theirs])
         members = tuple(Worker(*row) for theirs in gathered for row in theirs)
         return cls(members, tuple(own), None, me, processes.elastic())
 
@@ -155,7 +149,7 @@ class Workers:
     def with_memory(self, memory_W: np.ndarray) -> Workers:
         """The same workers with this memory instead of what their devices report."""
         members = (replace(member, memory=int(room)) for member, room in zip(self.members, memory_W, strict=True))
-        return replace(self, members=tuple(members))
+        return replace(self, members=tuple(members), memory_given=True)
 
     def part(self, start: int, stop: int) -> Workers:
         """The workers from `start` to `stop` of a single process."""
@@ -281,6 +275,15 @@ def _checked(devices: Sequence[jax.Device] | None) -> tuple[jax.Device, ...]:
     if len(set(chosen)) != len(chosen):
         raise ValueError(f"A device is listed twice in {list(chosen)}: each worker needs a device of its own.")
     return chosen
+
+
+def _check_idle(idle: Sequence[int]) -> None:
+    """Raise, in all processes, for those without any device."""
+    if idle:
+        raise ValueError(
+            f"Process {', '.join(map(str, idle))} of {processes.count()} has no worker. Give every process a device, "
+            "or start fewer processes."
+        )
 
 
 def _by_process(device: jax.Device) -> tuple[int, int]:

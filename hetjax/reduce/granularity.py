@@ -28,6 +28,7 @@ Tree = Any
 Range = tuple[int, int, int]  # (leaf, start, stop)
 
 _MAGNITUDES = (1e-6, 1.0, 1e6)  # of gradients: some optimizers mix leaves only above a threshold
+_WITHOUT = 0.0  # a last trial without gradients: weight decay, however small, is the whole update
 _UPDATES = 2  # steps that change something
 _MOST_STEPS = 16  # gradient accumulation and warm-up start with steps that do not
 _TOLERANCE = 1e-4  # of the largest update of a leaf: rounding of another program
@@ -132,6 +133,8 @@ class _Trial:
             self.steps = max(self.steps, len(self.expected[magnitude]))
         changed = [step for steps in self.expected.values() for step in steps if _nonzero(step)]
         self.informative = len(changed) >= _UPDATES * len(_MAGNITUDES)
+        found = self._updates(run, self.params, lambda grads: grads, _WITHOUT, self.steps)
+        self.expected[_WITHOUT], self.states[_WITHOUT] = found
 
     def agrees(self, pieces: Sequence[Sequence[Range]], flat: bool) -> bool:
         """Whether all pieces are updated as in the whole tree."""
@@ -148,9 +151,7 @@ class _Trial:
                     return False
                 for mine, whole in zip(found, expected_steps, strict=True):
                     for i, start, stop in ranges:
-                        theirs = whole[i].reshape(-1)[start:stop]
-                        scale = _TOLERANCE * float(np.max(np.abs(whole[i]), initial=0.0))
-                        if not np.allclose(mine[i].reshape(-1), theirs, rtol=0.0, atol=scale, equal_nan=True):
+                        if not _close(mine[i].reshape(-1), whole[i].reshape(-1)[start:stop], whole[i]):
                             return False
         except Exception as error:  # an optimizer may do anything with empty leaves
             log.debug("The optimizer cannot be sliced %s: %s", "into elements" if flat else "into leaves", error)
@@ -166,7 +167,7 @@ class _Trial:
             b = b.reshape(-1)[slice(*own[leaf])] if leaf >= 0 and flat else b
             if a.shape != b.shape and leaf < 0:
                 continue  # of a leaf that another piece owns
-            if a.shape != b.shape or not _close(a, b):
+            if a.shape != b.shape or not _close(a, b, b):
                 return False
         return True
 
@@ -179,7 +180,7 @@ class _Trial:
             leaves = [
                 jnp.zeros_like(p) if u is None else u for u, p in zip(jax.tree.leaves(updates), params, strict=True)
             ]
-            return leaves, state
+            return leaves, state, optax.apply_updates(params, leaves)  # some compare with the first parameters
 
         return jax.jit(run)
 
@@ -192,15 +193,16 @@ class _Trial:
         useful = 0
         while len(made) < (steps or _MOST_STEPS) and (steps or useful < _UPDATES):
             grads = take([g * np.asarray(magnitude, g.dtype) for g in self.grads[len(made) % 2]])
-            updates, state = run(grads, state, params)
+            updates, state, params = run(grads, state, params)
             made.append([np.asarray(u, np.float64) for u in updates])
             useful += _nonzero(made[-1])
         numbers = [leaf for leaf in jax.tree.leaves(state) if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
         return made, [np.asarray(leaf, np.float64) for leaf in numbers]
 
 
-def _close(a: np.ndarray, b: np.ndarray) -> bool:
-    scale = _TOLERANCE * float(np.max(np.abs(b), initial=0.0, where=np.isfinite(b)))
+def _close(a: np.ndarray, b: np.ndarray, whole: np.ndarray) -> bool:
+    """Whether two parts of an array are the same up to rounding, which is relative to the largest value of `whole`."""
+    scale = _TOLERANCE * float(np.max(np.abs(whole), initial=0.0, where=np.isfinite(whole)))
     return np.allclose(a, b, rtol=0.0, atol=scale, equal_nan=True)
 
 

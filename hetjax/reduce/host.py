@@ -21,7 +21,7 @@ from hetjax.reduce.exchange import SumExchange, as_bytes, chunks, level_of, sum_
 from hetjax.reduce.finite import NONFINITE
 from hetjax.reduce.layout import HOST_SLOTS, MANY, SLOTS, Layout, Parts, StepReport
 from hetjax.reduce.sliced_update import data_of, value_like
-from hetjax.reduce.slices import Piece, assign, cut, seconds, shares
+from hetjax.reduce.slices import MEMBERS, Piece, assign, cut, seconds, shares
 from hetjax.reduce.update import Update
 from hetjax.sampling.order import PlannedStep
 from hetjax.state import State
@@ -46,6 +46,7 @@ class HostSums:
     name = "host"
     wire = "float32"  # how numbers travel: see `hetjax.reduce.wire`
     all_take_part = False  # also processes without samples that own nothing
+    limit_P: np.ndarray | None = None  # the most that each process may own
 
     def __init__(
         self, workers: Workers, layout: Layout, pieces: Sequence[Piece], share_P: np.ndarray, holders: int = 1
@@ -65,7 +66,15 @@ class HostSums:
 
     def own(self, share_P: np.ndarray) -> None:
         """Set the owners of the pieces; the sums of the model state go to the first of them."""
-        owners = assign([piece.size for piece in self.pieces], share_P) or [int(np.argmax(share_P))]
+        owners = assign([piece.size for piece in self.pieces], share_P, self.limit_P)
+        if owners is None:
+            room = ", ".join(f"{limit:.0%}" for limit in (self.limit_P if self.limit_P is not None else ()))
+            raise ValueError(
+                f"The optimizer state does not fit: it can be divided into {len(self.pieces)} pieces only, and the "
+                f"processes have room for {room} of it. Give them more memory, or use an optimizer with a smaller "
+                "state or one that updates every parameter by itself, such as Adam."
+            )
+        owners = owners or [int(np.argmax(share_P))]
         self.exchange.seconds = seconds(owners[: len(self.pieces)], share_P) if self.holders > 1 else {}
         self.owners = sorted({*owners, *self.exchange.seconds.values()})
         self.exchange.owners = [
@@ -166,7 +175,8 @@ class HostReplicated(HostSums):
     """Every process receives the totals and updates its own copy, on one of its devices."""
 
     def __init__(self, workers: Workers, layout: Layout, update: Update, core: Any, share_P: np.ndarray):
-        super().__init__(workers, layout, cut(layout.places, "elements"), share_P)
+        cut_P = np.ones(MEMBERS) if workers.elastic else share_P
+        super().__init__(workers, layout, cut(layout.places, "elements", cut_P), share_P)
         self.update, self.lead = update, workers.own[0]
         self.before: Any = None  # where members may be lost: the core before the last step, until all have made it
         self.room = 1.0

@@ -15,6 +15,7 @@ from hetjax.devices.compile import compile_for, expected
 from hetjax.devices.workers import Workers, device_kind
 from hetjax.reduce.granularity import granularity
 from hetjax.reduce.layout import Layout, Parts
+from hetjax.reduce.same_host import host_name
 from hetjax.reduce.slices import Granularity
 from hetjax.reduce.trainable import trainable
 
@@ -90,18 +91,34 @@ def meeting_place(workers: Workers, layout: Layout) -> jax.Device:
     return min(seconds, key=seconds.__getitem__)
 
 
-def room_for_state(workers: Workers, core: Any) -> np.ndarray:
+def room_for_state(workers: Workers, core: Any, device: jax.Device) -> np.ndarray:
     """The share of the optimizer state that each process has memory for, besides parameters and gradients.
 
-    During an update the old and the new state of a slice exist at the same time.
+    It is the memory of the place of the update: of the process's first device, or of the host, of which the processes
+    on it have equal parts. Memory given by the user, that of the first worker, is taken instead of both. During an
+    update the old and the new state of a slice exist at the same time. Collective, unless the fleet is elastic: then
+    only the room of this process is known until the members meet, and each counts with all of its host.
+
+    Args:
+        workers: all workers.
+        core: the whole core; only shapes and dtypes are used.
+        device: where this process updates its slice.
     """
     params, _, opt_state, ema = core
     taken, state = 2 * memory.size(params) + memory.size(trainable(params)), 2 * memory.size((opt_state, ema))
-    room_P = np.zeros(int(workers.process_W.max()) + 1)
-    for worker in workers.members:
-        room = np.inf if worker.memory is None else worker.memory - taken
-        room_P[worker.process] = max(room_P[worker.process], room)  # one device holds the slice of its process
-    return np.clip(room_P / max(state, 1), 0.0, 1.0)
+    of_first, of_host = workers.members[workers.local[0]].memory, memory.host()
+    host_P = [host_name()] if workers.elastic else processes.gather(host_name())
+    if workers.memory_given or device.platform != "cpu":
+        room = np.inf if of_first is None else of_first - taken
+    elif of_host is None:
+        room = np.inf
+    else:
+        on_cpu = sum(own.platform == "cpu" for own in workers.own)  # these hold parameters and gradients there, too
+        room = of_host * memory.SAFE_SHARE / host_P.count(host_name()) - taken * max(1, on_cpu)
+    own = float(np.clip(room / max(state, 1), 0.0, 1.0))
+    if workers.elastic:
+        return np.where(np.arange(int(workers.process_W.max()) + 1) == workers.process, own, 0.0)
+    return np.array(processes.gather(own))
 
 
 def _median_seconds(run: Any) -> float:

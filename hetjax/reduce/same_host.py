@@ -42,7 +42,7 @@ class SameHost:
         self._starts = np.concatenate([[0], np.cumsum([_aligned(size, dtype) for size in sizes])]).astype(int)
         token = secrets.token_bytes(16)
         self._own, descriptor = _created(_PAGE + (1 + turns) * int(self._starts[-1]) * dtype.itemsize, token)
-        network = _network()
+        network = host_name()
         try:
             table = processes.gather([os.getpid(), descriptor, token.hex(), network])
             me = processes.index()
@@ -79,7 +79,7 @@ class SameHost:
         return np.frombuffer(memory, self.dtype, size, _PAGE + start * self.dtype.itemsize)
 
 
-def _network() -> str:
+def host_name() -> str:
     """What names this host and its network: containers and namespaces with a network of their own are other hosts."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/net")

@@ -30,7 +30,7 @@ from hetjax.reduce.finite import NONFINITE
 from hetjax.reduce.host import BAD, LEVEL, HostSums
 from hetjax.reduce.layout import LEAVING, SLOTS, Layout, Parts, StepReport
 from hetjax.reduce.sliced_update import OwnedPiece, PieceProgram, StateSlices, data_of, value_like
-from hetjax.reduce.slices import Granularity, Piece, assign, busy, cut, shares
+from hetjax.reduce.slices import MEMBERS, Granularity, Piece, assign, busy, cut, shares
 from hetjax.reduce.trainable import trainable, with_trained
 from hetjax.sampling.order import PlannedStep
 from hetjax.state import Deferred, State, gathered
@@ -71,11 +71,12 @@ class HostSharded(HostSums):
         rule: optimizer and its granularity.
         core: the whole initial core, the same in all processes; it is copied.
         rate_P: relative speed of each process, which its share in the update follows.
-        limit_P: the most that each process has memory for.
+        limit_P: the share of the optimizer state that each process has memory for.
         device: where this process updates its pieces.
     """
 
     may_sit_out = True
+    limit_P: np.ndarray
     has_masters = False  # owners keep parameters of their own
 
     def __init__(
@@ -98,7 +99,9 @@ class HostSharded(HostSums):
         self.slices = StateSlices(rule.optimizer, self.trained, rule.granularity)
         link = processes.link()
         assert link is not None
-        pieces = cut(layout.places, rule.granularity)
+        # All members of an elastic fleet have the same pieces, whenever they come.
+        given = (np.ones(MEMBERS),) if workers.elastic else (self.share_P, limit_P)
+        pieces = cut(layout.places, rule.granularity, *given)
         super().__init__(workers, layout, pieces, self.share_P, holders=getattr(link, "holders", 1))
         self.may_sit_out = not workers.elastic
         # Where members may be lost: what the step before started from, until all have made it; the pieces that were
@@ -109,7 +112,7 @@ class HostSharded(HostSums):
         self._given: Any = None  # the whole state that this process started from
         self._plain = range(len(self.pieces))  # pieces whose results have their runs
         self._buffers = [[_aligned(n, layout.dtype) for n in layout.grad_sizes] for _ in range(2)]
-        self._programs: dict[int, PieceProgram] = {}
+        self._programs: dict[Any, PieceProgram] = {}  # by the shape of a piece
         self._small = self._compile_small()
         for k in range(len(self.pieces)):  # of others' pieces, too: owners change without compiling
             self._program(k)
@@ -152,10 +155,12 @@ class HostSharded(HostSums):
         return replace(core, vector=vector, model_state=state)
 
     def _program(self, k: int) -> PieceProgram:
-        if k not in self._programs:
-            piece = self.pieces[k]
-            self._programs[k] = PieceProgram(piece, self.slices, self.layout, self.rule.ema_decay, self.device)
-        return self._programs[k]
+        piece = self.pieces[k]
+        lengths = lambda ranges: tuple(stop - start for _, start, stop in ranges)
+        shape = tuple(leaf for leaf, *_ in piece.ranges), lengths(piece.ranges), lengths(piece.runs)
+        if shape not in self._programs:
+            self._programs[shape] = PieceProgram(piece, self.slices, self.layout, self.rule.ema_decay, self.device)
+        return self._programs[shape]
 
     def _own_pieces(self) -> list[int]:
         return [k for k in self.exchange.own if k < len(self.pieces)]
@@ -220,7 +225,7 @@ class HostSharded(HostSums):
                 header = np.array([own_level, 0.0])
             else:
                 with profiling.phase("update"):
-                    params, owned[k], wrong = self._programs[k](
+                    params, owned[k], wrong = self._program(k)(
                         self._before_update(core, k), core.owned[k], runs, weight, loss, scale, own_level
                     )
                 self.updated[k] = owned[k]
@@ -555,16 +560,19 @@ class HostSharded(HostSums):
         self._used_P = used_P
         if not changed and (self._since < _SETTLED or self._since % _SETTLED or len(self.pieces) == 0):
             return core
-        rate_P = np.round(self.rate_P, 3)
-        if self.limit_P[used_P & (rate_P > 0)].sum() >= 1:  # otherwise their memory is needed
-            rate_P = np.where(used_P, rate_P, 0.0)
-        share_P = shares(rate_P, self.limit_P)
+        sizes, all_P = [piece.size for piece in self.pieces], np.round(self.rate_P, 3)
+        for rate_P in (np.where(used_P, all_P, 0.0), all_P):  # of all, if the memory of the others is needed
+            if self.limit_P[rate_P > 0].sum() >= 1:
+                share_P = shares(rate_P, self.limit_P)
+                if (owners := assign(sizes, share_P, self.limit_P)) is not None:
+                    break
+        else:
+            return core
         if changed:
             self.share_P = share_P
             return self.hand_over(core, share_P)
-        owners = assign([piece.size for piece in self.pieces], share_P)
-        sizes = np.array([piece.size for piece in self.pieces], float) / sum(piece.size for piece in self.pieces)
-        owned = lambda owners: np.bincount(owners, sizes, minlength=len(share_P))
+        part_K = np.array(sizes, float) / sum(sizes)
+        owned = lambda owners: np.bincount(owners, part_K, minlength=len(share_P))
         now = busy(owned(self.exchange.owners[: len(self.pieces)]), self.rate_P)
         if now < _WORTH * busy(owned(owners), self.rate_P):
             return core

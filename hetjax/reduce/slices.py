@@ -2,7 +2,8 @@
 
 Parameters lie in the order of the summed vector (`Layout`), which is cut into a few pieces. A piece is the unit in
 which gradients are sent to its owner, added, updated and sent back, so that these overlap. Pieces stay as they are in a
-run; only their owners change with the speed of the processes.
+run, because each shape of them is a compiled program. They are cut where the first shares end; when speeds change,
+whole pieces change their owners, so that later shares are met to about half a piece.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import numpy as np
 Granularity = Literal["elements", "leaves", "whole"]  # what can be updated on its own: see `granularity`
 Place = tuple[int, int, int]  # part, offset and size of a leaf (`Layout.places`)
 
-_SMALLEST = 2**19  # elements of a piece: smaller ones cost more in messages than they gain by overlap
-_MOST = 16  # pieces
+_SMALLEST = 2**19  # elements of a share that is cut further: smaller pieces cost more than they gain by overlap
+_MOST = 16  # pieces, about; more where there are more processes
+MEMBERS = 12  # of an elastic fleet, whose pieces cannot follow the shares: equal for 2, 3, 4, 6 and 12 members
 _RUN = 2**22  # elements of a contiguous run: one frame of a message
 _ALIGNED = 16  # elements: cuts at multiples of a cache line
 
@@ -36,12 +38,19 @@ class Piece:
         return sum(stop - start for _, start, stop in self.ranges)
 
 
-def cut(places: Sequence[Place], granularity: Granularity) -> tuple[Piece, ...]:
-    """Cut the parameters into pieces of about equal size, which together cover every parameter once.
+def cut(
+    places: Sequence[Place], granularity: Granularity, share_P: np.ndarray, limit_P: np.ndarray | None = None
+) -> tuple[Piece, ...]:
+    """Cut the parameters into pieces, which together cover every parameter once.
+
+    Cuts are where the shares end, so that every process owns exactly its own, and between them at equal distances. A
+    small model is one piece, unless no process may own all of it.
 
     Args:
         places: part, offset and size of every leaf.
         granularity: 'elements' cuts anywhere, 'leaves' between leaves, 'whole' nowhere.
+        share_P: share of each process in the model.
+        limit_P: the most that each may own. Default: everything.
 
     Returns:
         The pieces, in the order of the vector; none for a model without parameters.
@@ -51,27 +60,57 @@ def cut(places: Sequence[Place], granularity: Granularity) -> tuple[Piece, ...]:
     total = starts[-1]
     if not total:
         return ()
-    count = 1 if granularity == "whole" else max(1, min(_MOST, total // _SMALLEST))
-    bounds = [total * k // count // _ALIGNED * _ALIGNED for k in range(count)] + [total]
+    small = total < 2 * _SMALLEST and (limit_P is None or np.max(limit_P) >= 1)
+    bounds = [0, total] if small or granularity == "whole" else _bounds(total, share_P)
     if granularity == "leaves":  # to the nearest end of a leaf
         ends = np.array(starts)
         bounds = sorted({starts[int(np.argmin(np.abs(ends - bound)))] for bound in bounds})
     return tuple(_piece(stored, starts, places, *ends) for ends in itertools.pairwise(bounds) if ends[1] > ends[0])
 
 
-def assign(sizes: Sequence[int], share_P: np.ndarray) -> list[int]:
+def _bounds(total: int, share_P: np.ndarray) -> list[int]:
+    """Where a vector is cut, from 0 to its length."""
+    aligned = lambda position: min(total, round(position / _ALIGNED) * _ALIGNED)
+    part_P = np.asarray(share_P, np.float64) / np.sum(share_P)
+    edges = [0, *(aligned(end * total) for end in np.cumsum(part_P)[:-1]), total]
+    bounds = []
+    for part, (start, stop) in zip(part_P, itertools.pairwise(edges), strict=True):
+        count = max(1, min((stop - start) // _SMALLEST, round(_MOST * part)))
+        step = -(-(stop - start) // (count * _ALIGNED)) * _ALIGNED  # pieces of one size share a program
+        bounds += list(range(start, stop, step)) if stop > start else []
+    return [*bounds, total]
+
+
+def assign(sizes: Sequence[int], share_P: np.ndarray, limit_P: np.ndarray | None = None) -> list[int] | None:
     """The owner of each piece, so that every process owns about its share; neighbors stay together.
+
+    Of all divisions within the limits, that with the least sum of owned^2 / share, which is least where what each
+    process owns is its share. A single piece goes to the process with the largest one.
 
     Args:
         sizes: size of each piece.
         share_P: share of each process; 0: it owns nothing.
+        limit_P: the most that each may own, as a share, to a cache line. Default: everything.
 
     Returns:
-        The owners, in ascending order.
+        The owners, in ascending order; None if no division is within the limits.
     """
-    bounds = np.cumsum(np.asarray(share_P, np.float64)) / np.sum(share_P) * sum(sizes)
-    middles = np.cumsum(sizes) - np.asarray(sizes) / 2
-    return np.minimum(np.searchsorted(bounds, middles), len(bounds) - 1).tolist()
+    ends = np.concatenate([[0], np.cumsum(sizes)]).astype(np.float64)
+    owned = ends - ends[:, None]  # of a process whose pieces start at the row's and stop before the column's
+    best, before_P = np.where(ends == 0, 0.0, np.inf), []
+    for process, share in enumerate(share_P):
+        most = ends[-1] * (1.0 if limit_P is None else float(limit_P[process])) + _ALIGNED if share > 0 else 0.0
+        cost = np.where((owned >= 0) & (owned <= most), owned**2 / (share or 1.0), np.inf)
+        total = best[:, None] + cost
+        before_P.append(np.argmin(total, axis=0))
+        best = np.min(total, axis=0)
+    if not np.isfinite(best[-1]):
+        return None
+    owners: list[int] = []
+    for process in reversed(range(len(before_P))):
+        stop = len(sizes) - len(owners)
+        owners += [process] * (stop - int(before_P[process][stop]))
+    return owners[::-1]
 
 
 def seconds(owners: Sequence[int], share_P: np.ndarray) -> dict[int, int]:

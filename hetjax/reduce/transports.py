@@ -26,7 +26,7 @@ from hetjax.reduce.base import OnDemand, Replicas
 from hetjax.reduce.cut import HostCut, with_masters
 from hetjax.reduce.delayed import Delayed
 from hetjax.reduce.host import HostReplicated
-from hetjax.reduce.layout import HOST_SLOTS, Layout, Parts, StepReport, level_of_all, with_bad_update
+from hetjax.reduce.layout import HOST_SLOTS, SLOTS, Layout, Parts, StepReport, level_of_all, with_bad_update
 from hetjax.reduce.placing import agreed_granularity, meeting_place, room_for_state, update_device
 from hetjax.reduce.sharded import HostSharded, ShardedRule
 from hetjax.reduce.slices import shares
@@ -167,10 +167,16 @@ def check_options(options: ReduceOptions, workers: Workers) -> None:
             "The processes were joined by transport 'mesh': one JAX backend spans them. For 'host' start them with it: "
             "hetjax.fleet.initialize(transport='host'), or `python -m hetjax launch --transport host`."
         )
-    if options.update == "sharded" and mesh_is_possible and options.transport != "host":
+    if options.update == "sharded" and not workers.by_host:
         raise ValueError(
-            "update='sharded' needs the transport 'host': on a mesh every worker updates its own copy. Leave it out, "
-            "or use transport='host'."
+            "update='sharded' divides the update between processes joined by transport 'host', of which there are none "
+            "here. Leave it out, or start several processes with hetjax.fleet.initialize(transport='host') or "
+            "`python -m hetjax launch --transport host`."
+        )
+    if options.update_on != "auto" and (not workers.by_host or options.update == "replicated"):
+        raise ValueError(
+            f"update_on={options.update_on!r} is about the slices of the sharded update, between processes joined by "
+            "transport 'host', and there are none here. Leave it out."
         )
 
 
@@ -178,6 +184,11 @@ def _between_hosts(
     options: ReduceOptions, workers: Workers, layout: Layout, rule: UpdateRule | None, update: Update, core: Any,
     more: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
+    """The reduce of processes with backends of their own.
+
+    'auto' is the sharded update for workers of one kind, too: CPUs of one name differ in their instruction sets, so
+    replicated updates round unlike and replicas drift apart; and the update costs slow hosts less in slices.
+    """
     rate_W = np.ones(len(workers)) if options.rate_W is None else options.rate_W
     rate_P = np.bincount(workers.process_W, rate_W)
     if rule is None or options.update == "replicated":  # wire 'auto' is float32 then
@@ -189,8 +200,8 @@ def _between_hosts(
     rule_of_slices = ShardedRule(
         rule.optimizer, rule.advance, rule.ema_decay, rule.clip_norm, agreed_granularity(rule.optimizer, core[0])
     )
-    limit_P = room_for_state(workers, core)
-    given = workers, layout, rule_of_slices, core, rate_P, limit_P, update_device(options, workers)
+    device = update_device(options, workers)
+    given = workers, layout, rule_of_slices, core, rate_P, room_for_state(workers, core, device), device
     if options.wire == "float32":
         reduce = HostSharded(*given)
         if not workers.elastic:
@@ -292,31 +303,52 @@ class HubReduce:
 
     def __init__(self, workers: Workers, layout: Layout, update: Update, core: Any, lead: jax.Device):
         self.workers, self.layout, self.update, self.lead = workers, layout, update, lead
-        self._run = self._compile(_shapes(core))
-        self._zeros = zero_parts(layout, [lead])[0]
+        self._start, self._add, self._finish = self._compiled(_shapes(core))
+        self._zeros = OnDemand(1, lambda _: zero_parts(layout, [lead])[0])
 
-    def _on_lead(self, core: Any, parts_W: list[Parts], slots_WxH: jax.Array, weight_W: jax.Array) -> Any:
-        sent = []
-        for i, parts in enumerate(parts_W):
-            own = self.layout.weighted(tuple(part[0] for part in parts), weight_W[i])
-            sent.append(self.layout.outgoing(own, slots_WxH[i], i, len(parts_W)))
-        total = functools.reduce(partial(jax.tree.map, jnp.add), sent)  # in worker order
-        return apply_where_finite(self.layout, self.update, core, total, len(parts_W))
+    def _one(self, parts: Parts, slots: jax.Array, weight: jax.Array, worker: jax.Array) -> Parts:
+        own = self.layout.weighted(tuple(part[0] for part in parts), weight)
+        return self.layout.outgoing(own, slots, worker, len(self.workers))
 
-    def _compile(self, core: Any) -> Any:
+    def _added(self, total: Parts, *one: Any) -> Parts:
+        return jax.tree.map(jnp.add, total, self._one(*one))
+
+    def _applied(self, core: Any, total: Parts, slots_WxH: jax.Array) -> Any:
+        """Apply the sums; `slots_WxH`: those of the workers that are not in them."""
+        *large, rest = total
+        table = jnp.zeros((len(self.workers), len(SLOTS)), rest.dtype).at[:, :HOST_SLOTS].set(slots_WxH)
+        total = *large, rest.at[len(rest) - table.size :].add(table.ravel())
+        return apply_where_finite(self.layout, self.update, core, total, len(self.workers))
+
+    def _compiled(self, core: Any) -> tuple[Any, Any, Any]:
+        """One program adds a worker, whoever it is: idle ones cost nothing, and no set of workers is compiled."""
         here, count = SingleDeviceSharding(self.lead), len(self.workers)
-        shape = lambda *size: jax.ShapeDtypeStruct(size, np.float32, sharding=here)
-        parts = tuple(jax.ShapeDtypeStruct((1, n), self.layout.dtype, sharding=here) for n in self.layout.sizes)
-        arguments = core, [parts] * count, shape(count, HOST_SLOTS), shape(count)
+        spec = lambda dtype, *size: jax.ShapeDtypeStruct(size, dtype, sharding=here)
+        parts = tuple(spec(self.layout.dtype, 1, n) for n in self.layout.sizes)
+        one = parts, spec(np.float32, HOST_SLOTS), spec(np.float32), spec(np.int32)
+        *large, rest = self.layout.sizes
+        total = tuple(spec(self.layout.dtype, n) for n in (*large, rest + count * len(SLOTS)))
+        make = lambda run, given, donate, name: compile_for(run, given, [self.lead], donate, name)[0]
         with expected():
-            return compile_for(self._on_lead, arguments, [self.lead], self.update.donate, "reduce and update")[0]
+            return (
+                make(self._one, one, (), "sums of a worker"),
+                make(self._added, (total, *one), (0,), "sum"),
+                make(self._applied, (core, total, spec(np.float32, count, HOST_SLOTS)), self.update.donate, "update"),
+            )
 
     def __call__(
         self, core: Any, parts_w: Sequence[Parts], slots_w: Sequence[list[float]], step: PlannedStep
     ) -> tuple[Any, jax.Array]:
-        here_w = [self._zeros if not parts else jax.device_put(parts, self.lead) for parts in parts_w]
         weight_W = np.ones(len(parts_w)) if step.plan.weights_W is None else step.plan.weights_W
-        return self._run(core, here_w, np.asarray(slots_w, np.float32), weight_W.astype(np.float32))
+        slots_WxH = np.asarray(slots_w, np.float32)
+        active = [i for i, parts in enumerate(parts_w) if parts] or [0]  # in worker order
+        here = [jax.device_put(parts_w[i] or self._zeros[0], self.lead) for i in active]
+        total: Parts | None = None
+        for i, parts in zip(active, here, strict=True):
+            one = parts, slots_WxH[i], np.float32(weight_W[i]), np.int32(i)
+            total = self._start(*one) if total is None else self._add(total, *one)
+        idle_W = ~np.isin(np.arange(len(parts_w)), active)  # slots of the others are in the sums
+        return self._finish(core, total, np.where(idle_W[:, None], slots_WxH, np.float32(0)))
 
     def read(self, tail: jax.Array) -> StepReport:
         return StepReport.read(self.layout, np.asarray(tail), len(self.workers))

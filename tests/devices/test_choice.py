@@ -10,6 +10,7 @@ from fake_link import act_as
 
 import hetjax
 import hetjax.devices.workers
+from hetjax import processes
 from hetjax.devices.accelerators import accelerators, expected_kinds
 from hetjax.devices.choice import Selection, parse
 from hetjax.devices.chosen import chosen_devices
@@ -178,6 +179,15 @@ def test_a_process_without_worker_is_an_error_in_all(monkeypatch):
     act_as(monkeypatch, 0, gathered=lambda own: [own, [None, []]])
     with pytest.raises(ValueError, match="Process 1 of 2 has no worker"):
         Workers.of(jax.devices()[:1])
+
+
+def test_a_process_without_worker_of_a_mesh_is_an_error_in_all(monkeypatch):
+    """The same list in both processes, with devices of process 0 only."""
+    for process in range(2):
+        act_as(monkeypatch, process, gathered=lambda own: [True, False])
+        monkeypatch.setattr(processes, "by_host", lambda: False)
+        with pytest.raises(ValueError, match="Process 1 of 2 has no worker"):
+            Workers.of(jax.devices()[:1])
 
 
 def test_one_device_each_with_several_processes(monkeypatch):

@@ -11,6 +11,8 @@ from hetjax import Chunked, Example, Trainer
 from hetjax.devices import workers
 from hetjax.engines import chunked
 from hetjax.engines.ladder import Ladder
+from hetjax.planning.controllers.base import Plan
+from hetjax.reduce import transports
 
 PARAMS = {"w": np.zeros(5, np.float32), "b": np.zeros((), np.float32)}
 LINEAR = Problem(lambda params, batch, keys: Example(loss_fn(params, batch, keys)), PARAMS, source())
@@ -38,6 +40,33 @@ def test_workers_of_two_kinds_train_like_one_worker(two_kinds):
     assert (history.engine, history.transport) == ("chunked", "host")
     assert set(ladders) == {"kind 0", "kind 1"}
     assert distance(state.params, params) <= 1e-5  # the parameters start at zero
+    np.testing.assert_allclose(history.losses, losses, rtol=1e-5)
+
+
+def test_a_worker_without_samples_adds_nothing_to_the_sum(two_kinds, monkeypatch):
+    """No zeros are made for it, and no program runs; its slots arrive all the same."""
+
+    class Some(RandomPlans):
+        def plan(self, batch, limits, epoch=0):
+            return Plan(np.array([batch - 8, 0, 8]))
+
+    added, compiled = [], transports.HubReduce._compiled
+
+    def counted(self, core):
+        start, add, finish = compiled(self, core)
+        return start, lambda *given: (added.append(int(given[-1])), add(*given))[1], finish
+
+    monkeypatch.setattr(transports.HubReduce, "_compiled", counted)
+    monkeypatch.setattr(transports, "zero_parts", None)
+    optimizer = optax.sgd(0.01, momentum=0.9)
+    params, losses = reference_run(LINEAR, optimizer, 24, steps=4)
+    with Trainer(
+        LINEAR.loss_fn, optimizer, batch_size=24, controller=Some(1), devices=jax.devices()[:3],
+        engine=Chunked(rungs=[4, 24]),
+    ) as trainer:  # fmt: skip
+        state, history = trainer.fit(trainer.init(PARAMS), LINEAR.data, steps=4)
+    assert added == [2] * 4
+    assert distance(state.params, params) <= 1e-5
     np.testing.assert_allclose(history.losses, losses, rtol=1e-5)
 
 

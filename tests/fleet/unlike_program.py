@@ -163,13 +163,28 @@ def mixed(folder, info):
 
 
 def bits(folder, info):
-    loss_fn, params, data = mlp()
-    optimizer, _ = optimizer_of("adam")
+    """With several slices for each process, and model state."""
+    import jax
+    import optax
+
+    from hetjax.reduce import slices
+    from hetjax.reduce.sharded import HostSharded
+
+    model, data = normalized()
+    rng = np.random.default_rng(SEED)  # JAX's own draws are rounded otherwise
+    params = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32) / 3, model.params)
+    optimizer, owned, own = optax.adam(1e-2, eps=1e-3), [], HostSharded.own
+
+    def noted(self, share_P):
+        own(self, share_P)
+        owned.append(np.bincount(self.exchange.owners[: len(self.pieces)], minlength=3).tolist())
+
     found = {}
     for update in ("sharded", "replicated"):
-        state, _ = train(loss_fn, optimizer, data, params, 200, update=update)
+        with patch.object(slices, "_SMALLEST", 16), patch.object(HostSharded, "own", noted):
+            state, _ = train(model, optimizer, data, params, 200, model.model_state, update=update)
         found[update] = digest(state.core)
-    return found
+    return {**found, "owned": owned}
 
 
 def optimizers(folder, info):
@@ -304,17 +319,16 @@ def owned_bytes(folder, info):
 
     import hetjax
     from hetjax.devices import memory
-    from hetjax.reduce import slices
 
-    loss_fn, params, data = mlp(width=512)
-    with patch.object(slices, "_SMALLEST", 64):
-        step = hetjax.Step(loss_fn, optax.adam(1e-2), batch_size=32, update="sharded", controller="equal")
-        state, _ = step(step.init(params), {name: rows[:32] for name, rows in data.items()})
-        step.flush()
-        core = state.pipeline.core
-        own = sum(memory.size(owned.opt_state) for owned in core.owned.values())
-        whole = memory.size(jax.tree.map(np.asarray, step.export(state).opt_state))
-        step.close()
+    loss_fn, params, data = mlp(width=65_536)  # 1.4 million parameters
+    engine = hetjax.Chunked(rungs=[4])
+    step = hetjax.Step(loss_fn, optax.adam(1e-2), batch_size=32, update="sharded", controller="equal", engine=engine)
+    state, _ = step(step.init(params), {name: rows[:32] for name, rows in data.items()})
+    step.flush()
+    core = state.pipeline.core
+    own = sum(memory.size(owned.opt_state) for owned in core.owned.values())
+    whole = memory.size(jax.tree.map(np.asarray, step.export(state).opt_state))
+    step.close()
     return {"own": own, "whole": whole}
 
 

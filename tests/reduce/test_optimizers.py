@@ -8,7 +8,9 @@ import pytest
 from flax import nnx
 
 import hetjax
+from hetjax.devices.workers import Worker, Workers
 from hetjax.reduce.optimizer import update_size
+from hetjax.reduce.transports import ReduceOptions, check_options
 from hetjax.sync.daso import Daso
 
 RNG = np.random.default_rng(0)
@@ -132,3 +134,21 @@ def test_processes_can_tell_learning_rates_apart():
         assert sizes[0] == sizes[1] != sizes[2]
     failing = optax.GradientTransformation(lambda params: None, lambda *_: 1 / 0)
     assert update_size(failing, params) == "unknown"
+
+
+@pytest.mark.parametrize("options", [{}, {"transport": "host"}, {"transport": "mesh"}])
+def test_options_of_the_sharded_update_are_refused_where_nothing_is_sharded(options):
+    given = {"batch_size": 8, "devices": jax.devices()[:2], **options}
+    with pytest.raises(ValueError, match="update='sharded' divides the update between processes joined by"):
+        hetjax.Step(loss_fn, optax.sgd(0.1), update="sharded", **given)
+    with pytest.raises(ValueError, match="update_on='host' is about the slices of the sharded update"):
+        hetjax.Step(loss_fn, optax.sgd(0.1), update_on="host", **given)
+
+
+def test_replicated_updates_between_processes_have_no_place():
+    members = tuple(Worker(p, "cpu", "cpu:cpu", "cpu:0") for p in range(2))
+    workers = Workers(members, (jax.devices()[0],))
+    check_options(ReduceOptions(update_on="host"), workers)
+    check_options(ReduceOptions(update="sharded", update_on="host"), workers)
+    with pytest.raises(ValueError, match="update_on='host' is about the slices"):
+        check_options(ReduceOptions(update="replicated", update_on="host"), workers)

@@ -38,7 +38,7 @@ def made(count, monkeypatch, sizes=(5, 100, 3), network=None, turns=1):
     monkeypatch.setattr(processes, "gather", meeting.gather)
     monkeypatch.setattr(processes, "index", meeting.index)
     if network is not None:
-        monkeypatch.setattr(same_host, "_network", lambda: network[meeting.index()])
+        monkeypatch.setattr(same_host, "host_name", lambda: network[meeting.index()])
 
     def run(k):
         meeting.own.index = k
