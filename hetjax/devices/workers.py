@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from hetjax import processes
 from hetjax.devices import memory
@@ -230,8 +230,7 @@ class Workers:
     def replicate(self, tree: Tree) -> Tree:
         """Replicate a tree of arrays, identical in every process, on all workers; for targets only its shapes."""
         if target_of(self.own[0]) is not None:
-            shape = lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype))
-            return jax.tree.map(lambda x: shape(x).update(sharding=self.replicated), tree)
+            return shapes_on(self.replicated, tree)
         if self.spanning is None:
             return jax.device_put(tree, self.replicated)
 
@@ -281,6 +280,12 @@ def _checked(devices: Sequence[jax.Device] | None) -> tuple[jax.Device, ...]:
     if chosen:
         warn_unless_chosen(chosen)
     return chosen
+
+
+def shapes_on(sharding: Sharding, tree: Tree) -> Tree:
+    """Shapes of arrays with a sharding: what targets have instead of the arrays."""
+    shape = lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype), sharding=sharding)
+    return jax.tree.map(shape, tree)
 
 
 def _by_process(device: jax.Device) -> tuple[int, int]:

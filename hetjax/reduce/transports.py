@@ -21,7 +21,8 @@ from jax.sharding import PartitionSpec as P
 from jax.sharding import SingleDeviceSharding
 
 from hetjax.devices.compile import compile_for, compile_over, expected
-from hetjax.devices.workers import AXIS, Workers
+from hetjax.devices.targets import target_of
+from hetjax.devices.workers import AXIS, Workers, shapes_on
 from hetjax.reduce.base import OnDemand, Replicas
 from hetjax.reduce.cut import HostCut, with_masters
 from hetjax.reduce.delayed import Delayed
@@ -116,7 +117,8 @@ def make_reduce(
         return _between_hosts(options, workers, layout, rule, update, core, more)
     if options.transport == "host" or len(workers.kinds) > 1:
         place = meeting_place(workers, layout) if len(workers.own_kinds) > 1 else workers.own[0]
-        placed = _private_copy(jax.device_put(core, SingleDeviceSharding(place)))
+        there, here = target_of(place) is None, SingleDeviceSharding(place)
+        placed = _private_copy(jax.device_put(core, here) if there else shapes_on(here, core))
         return HubReduce(workers, layout, update, placed, place), placed
     placed = _private_copy(workers.replicate(core))
     return MeshReduce(workers, layout, update, placed), placed
@@ -293,7 +295,7 @@ class HubReduce:
     def __init__(self, workers: Workers, layout: Layout, update: Update, core: Any, lead: jax.Device):
         self.workers, self.layout, self.update, self.lead = workers, layout, update, lead
         self._run = self._compile(_shapes(core))
-        self._zeros = zero_parts(layout, [lead])[0]
+        self._zeros = OnDemand(1, lambda _: zero_parts(layout, [lead])[0])  # targets hold no arrays
 
     def _on_lead(self, core: Any, parts_W: list[Parts], slots_WxH: jax.Array, weight_W: jax.Array) -> Any:
         sent = []
@@ -314,7 +316,7 @@ class HubReduce:
     def __call__(
         self, core: Any, parts_w: Sequence[Parts], slots_w: Sequence[list[float]], step: PlannedStep
     ) -> tuple[Any, jax.Array]:
-        here_w = [self._zeros if not parts else jax.device_put(parts, self.lead) for parts in parts_w]
+        here_w = [self._zeros[0] if not parts else jax.device_put(parts, self.lead) for parts in parts_w]
         weight_W = np.ones(len(parts_w)) if step.plan.weights_W is None else step.plan.weights_W
         return self._run(core, here_w, np.asarray(slots_w, np.float32), weight_W.astype(np.float32))
 
