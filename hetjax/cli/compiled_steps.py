@@ -86,6 +86,7 @@ def _experiment(name: str, transport: str, devices: Sequence[Any], engine: Engin
         transport=transport,
         devices=devices,
         capacity=setup.whole_numbers("--capacity", config.workers.capacity),
+        compute_dtype=setup.compute_dtype(config),
         ema_decay=config.optimizer.ema,
         epoch_size=len(task.train),
         seed=config.output.seed,
