@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +24,7 @@ from hetjax.simulation.speeds import Simulation
 from hetjax.state import State
 from hetjax.sync import Sync
 
+log = logging.getLogger("hetjax")
 Tree = Any
 
 
@@ -101,6 +103,8 @@ class Sessions:
         Raises:
             ValueError: if the model state would be trained wrong, or the controller needs timings the model spoils.
         """
+        if not self._training:  # said once
+            log.info("%s.", self.workers.backend)
         shape_K = [shapes(state, sample) for sample in samples]
         batch_K = [min(self.limit, batch) for batch in batches or [self.limit] * len(samples)]
         keys = [f"{shape}, {batch} samples" for shape, batch in zip(shape_K, batch_K, strict=True)]

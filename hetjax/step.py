@@ -187,7 +187,6 @@ class Step:
         self.batch_size = whole("batch_size", batch_size, 1, MOST_SAMPLES)
         self.seed = whole("seed", seed, 0, MOST_SEED)
         self.workers = self.sync.workers(devices)
-        log.info("JAX %s, backend %s.", jax.__version__, self.workers.backend)
         self.clip_norm = None if clip_norm is None else number("clip_norm", clip_norm, above=0)
         transport = current_name("transport", transport, _FORMER_TRANSPORTS)
         self.options = ReduceOptions(transport, update, update_on, wire, delay)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
@@ -38,7 +38,9 @@ def compile(
     config: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME [NAME ...]")] = ("cnn",),
     engine: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME [NAME ...]")] = ("looped", "chunked", "masked"),
     batch_size: Annotated[int, tyro.conf.arg(metavar="INT")] = 128,
+    transport: Literal["auto", "mesh", "host"] = "auto",
     max_programs: Annotated[int | None, optional("INT")] = None,
+    max_mib: Annotated[tuple[float, ...] | None, optional("MIB [MIB ...]")] = None,
 ) -> None:
     """Compile a run's programs for an accelerator that is not there.
 
@@ -49,16 +51,19 @@ def compile(
     A program that compiles proves neither its speed nor its results.
 
     Args:
-        target: T4, A100, H100, v4, v5e, v6e, a TPU also with a topology, such as v5e:2x4; or a .toml file
-        config: mlp, cnn, resnet or transformer; or FILE.py:FUNCTION, where FUNCTION(devices, engine) returns a
-            hetjax.Step, its first state and a batch
+        target: T4, A100, H100, v4, v5e, v6e; several GPUs, such as T4:2, or a TPU with a topology, such as v5e:2x4;
+            or a .toml file
+        config: mlp, cnn, resnet or transformer; an experiment of hetjax train --config; or FILE.py:FUNCTION, where
+            FUNCTION(devices, engine) returns a hetjax.Step, its first state and a batch
         engine: looped, chunked, masked
         batch_size: samples of a step of the small models
+        transport: how sums travel between the workers: host as for a GPU beside a CPU
         max_programs: fail if training with one engine takes more programs (default: no limit)
+        max_mib: fail if a program of training needs more memory: one number, or one per config (default: no limit)
     """
     from hetjax.cli.compile import main
 
-    main(target, config, engine, batch_size, max_programs)
+    main(target, config, engine, batch_size, transport=transport, max_programs=max_programs, max_mib=max_mib)
 
 
 def key(file: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE")]) -> None:

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import re
-import runpy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-import optax
 from rich.console import Console
 from rich.table import Table
 
-from hetjax.adapters.probe import sample_size
+from hetjax.cli.compiled_steps import Make, maker
 from hetjax.devices import memory
 from hetjax.devices.compile import Compiled, recorded
 from hetjax.devices.targets import Target, target
-from hetjax.engines import Chunked, ChunkedEngine, Engine, EngineSpec, as_spec
+from hetjax.engines import Chunked, ChunkedEngine, Engine, EngineSpec, Looped, as_spec
+from hetjax.engines.spmd import LoopedEngine
 from hetjax.state import State
-from hetjax.step import Step
-from hetjax.zoo.tasks import Task, make_task
 
-BATCH = 128
-CONFIGS = {"mlp": "digits", "cnn": "digits", "resnet": "digits", "transformer": "text"}  # models and their data
 ENGINES: dict[str, EngineSpec] = {
     "looped": as_spec("looped"),
     "chunked": Chunked(complete=True),
@@ -33,8 +26,6 @@ ENGINES: dict[str, EngineSpec] = {
 }
 _ON_CHIP = 128 * 2**20  # a TPU's VMEM: a program that fits into it takes nearly no memory beside
 _ALIAS = re.compile(r"\b(?:may|must)-alias\b")
-
-Make = Callable[..., tuple[Step, State, Any]]  # (devices=, engine=) -> the step, its first state, and a batch
 
 
 @dataclass(frozen=True)
@@ -44,37 +35,69 @@ class Report:
     Attributes:
         engine: name of the engine.
         programs: phase ('first step', 'later' or 'evaluation') and program, in the order of compilation.
-        most_rows: largest microbatch that fits into memory, extrapolated; None where the sizes here do not show it.
+        most_rows: largest microbatch that fits into memory, extrapolated; or why it is not known.
         problems: sentences about what would fail or waste memory.
     """
 
     engine: str
     programs: list[tuple[str, Compiled]]
-    most_rows: int | None
+    most_rows: int | str
     problems: list[str]
 
     def seconds(self, *phases: str) -> float:
         """CPU seconds of the programs of some phases."""
         return sum(program.cpu_seconds for phase, program in self.programs if phase in phases)
 
+    @property
+    def training(self) -> list[Compiled]:
+        """The programs of training."""
+        return [program for phase, program in self.programs if phase != "evaluation"]
 
-def main(targets: Sequence[str], configs: Sequence[str], engines: Sequence[str], batch: int, most: int | None) -> None:
+    def exceeded(self, most_programs: int | None, most_mib: float | None) -> Iterator[str]:
+        """Sentences about limits that training exceeds: number of programs, and MiB of each."""
+        names = [program.name for program in self.training]
+        if most_programs is not None and len(names) > most_programs:
+            yield f"training takes {len(names)} programs ({', '.join(names)}); at most {most_programs} were allowed."
+        for program in self.training:
+            need = (memory.needed(program.program) or 0) / 2**20
+            if most_mib is not None and need > most_mib:
+                yield f"the program '{program.name}' needs {need:,.1f} MiB; at most {most_mib:g} were allowed."
+
+
+def main(
+    targets: Sequence[str],
+    configs: Sequence[str],
+    engines: Sequence[str],
+    batch: int,
+    *,
+    transport: str = "auto",
+    max_programs: int | None = None,
+    max_mib: Sequence[float] | None = None,
+) -> None:
     """Compile and print a table for every target and configuration.
 
     Args:
         targets: names or files of targets.
-        configs: names of small models, or FILE.py:FUNCTION.
+        configs: configurations, as for `maker`.
         engines: names of engines.
         batch: samples of a step of the small models.
-        most: most programs that training with one engine may need; None for no limit.
+        transport: how sums travel between the workers.
+        max_programs: most programs that training with one engine may need; None for no limit.
+        max_mib: most MiB that a program of training may need: one number, or one per configuration; None for no limit.
 
     Raises:
-        AssertionError: a program does not fit, does not reuse a donated buffer, or there are too many programs.
-        ValueError: if a name is unknown.
+        AssertionError: a program does not fit, does not reuse a donated buffer, or a limit is exceeded.
+        ValueError: if a name is unknown, or limits and configurations do not match.
     """
+    limits = [None] if max_mib is None else list(max_mib)
+    if len(limits) not in (1, len(configs)):
+        raise ValueError(
+            f"--max-mib has {len(limits)} numbers for {len(configs)} configurations: give one, or one for each."
+        )
+    limit_of = dict(zip(configs, limits * len(configs), strict=False))
     jax.config.update("jax_platforms", "cpu")  # accelerators that are there are left alone
     chosen = [target(name) for name in targets]
-    makes = {name: maker(name, batch) for name in configs}
+    makes = {name: maker(name, batch, transport) for name in configs}
     if unknown := [name for name in engines if name not in ENGINES]:
         raise ValueError(f"Unknown engine {unknown[0]!r}: use {', '.join(ENGINES)}.")
     console, problems = Console(), []
@@ -88,7 +111,7 @@ def main(targets: Sequence[str], configs: Sequence[str], engines: Sequence[str],
             for engine in engines:
                 report = compiled(each, make, engine, devices)
                 _show(console, config, each, report)
-                found = [*report.problems, *_too_many(report, most)]
+                found = [*report.problems, *report.exceeded(max_programs, limit_of[config])]
                 problems += [f"{each.name}, {config}, {engine}: {problem}" for problem in found]
     if problems:
         raise AssertionError("\n".join(problems))
@@ -101,85 +124,79 @@ def compiled(given: Target, make: Make, engine: str, devices: Sequence[Any]) -> 
         with recorded() as training:
             (session, *_), *_ = step.compile_training(state, [batch])
         with recorded() as evaluation:
-            step.compile_evaluation(state, [batch])
-        later = {f"microbatch of {rung} rows" for rung in _later(session.engine)}
+            (evaluated, *_), *_ = step.compile_evaluation(state, [batch])
+        later = _later(session.engine)
         programs = [("later" if program.name in later else "first step", program) for program in training]
         programs += [("evaluation", program) for program in evaluation]
         room = int(given.memory * memory.SAFE_SHARE)
-        held = memory.size(state.core[2:]) + memory.size(jax.eval_shape(session.engine.program.zeros))  # and sums
-        problems = [problem for _, program in programs for problem in _problems(program, room)]
-        return Report(session.engine.name, programs, _most_rows(session.engine, room - held, given.platform), problems)
+        problems = [
+            problem
+            for ran_by, phase in ((session.engine, training), (evaluated.engine, evaluation))
+            for program in phase
+            for problem in _problems(program, room, _beside(ran_by, state) if program.name in _local(ran_by) else 0)
+        ]
+        need = _needs(session.engine, training)
+        if given.platform == "tpu" and max(need.values()) < _ON_CHIP:
+            most: int | str = "what it takes fits into the chip's own memory (VMEM), which the compiler does not count"
+        else:
+            if isinstance(session.engine, LoopedEngine):
+                need |= _looped_needs(make, devices, 2 * session.engine.micro)
+            most = _most_rows(need, room - _beside(session.engine, state))
+        return Report(session.engine.name, programs, most, problems)
 
 
-def maker(config: str, batch: int) -> Make:
-    """The function that makes step, state and batch of a configuration.
-
-    Args:
-        config: name of a small model, or FILE.py:FUNCTION with a function of (devices, engine).
-        batch: samples of a step of a small model.
-
-    Raises:
-        ValueError: if there is no such configuration.
-    """
-    if config in CONFIGS:
-        return lambda devices, engine: _small_model(config, batch, devices, engine)
-    path, _, name = config.rpartition(":")
-    if not path.endswith(".py"):
-        raise ValueError(
-            f"There is no configuration {config!r}: use {', '.join(CONFIGS)}, or FILE.py:FUNCTION, where "
-            "FUNCTION(devices, engine) returns a hetjax.Step, its first state and a batch."
-        )
-    if not Path(path).is_file() or not callable(found := runpy.run_path(path).get(name)):
-        raise ValueError(f"{path} has no function {name!r}: give FILE.py:FUNCTION.")
-    return found
+def _microbatch(rows: int) -> str:
+    return f"microbatch of {rows} rows"
 
 
-def small_task(model: str) -> Task:
-    """The data and the model of a configuration, with random bits in the local phase: dropout, or shifted images."""
-    options: dict[str, Any] = {"transformer": {"dropout": 0.1}, "cnn": {"dropout": 0.2}}.get(model, {})
-    return make_task(CONFIGS[model], model, augment="shift" if model in ("cnn", "resnet") else "none", **options)
+def _local(engine: Any) -> dict[str, int]:
+    """The programs of the local phase by name, and the rows that each computes at once."""
+    if isinstance(engine, ChunkedEngine):
+        return {_microbatch(rung): rung for ladder in engine.ladders.values() for rung in ladder.programs}
+    return {engine.label: engine.micro if isinstance(engine, LoopedEngine) else engine.buffer}
 
 
-def _small_model(model: str, batch: int, devices: Sequence[Any], engine: EngineSpec) -> tuple[Step, State, Any]:
-    task = small_task(model)
-    step = Step(task.model, optax.adamw(1e-3), batch_size=batch, devices=devices, engine=engine)
-    state = step.init(task.model.params, task.model.model_state)
-    return step, state, task.train.rows(np.arange(sample_size(state, step.quantum)))
-
-
-def _later(engine: Engine) -> set[int]:
-    """Rungs that are not needed for the first step."""
+def _later(engine: Engine) -> set[str]:
+    """Names of the rungs that are not needed for the first step."""
     ladders = engine.ladders.values() if isinstance(engine, ChunkedEngine) else ()
-    return {rung for ladder in ladders for rung in ladder.wanted if rung not in ladder.first}
+    return {_microbatch(rung) for ladder in ladders for rung in ladder.wanted if rung not in ladder.first}
 
 
-def _most_rows(engine: Engine, room: int, platform: str) -> int | None:
-    """The largest microbatch that fits beside the state, extrapolated from the smallest and the largest rung.
+def _beside(engine: Engine, state: State) -> int:
+    """Bytes that stay on the device during the local phase besides its arguments: optimizer, average, sums so far."""
+    sums = memory.size(jax.eval_shape(engine.program.zeros)) if isinstance(engine, ChunkedEngine) else 0
+    return memory.size(state.core[2:]) + sums
 
-    None if they do not show what a row takes: on TPU, if they fit into the chip's own memory.
-    """
-    if not isinstance(engine, ChunkedEngine):
-        return None
-    (ladder,) = engine.ladders.values()
-    need = {rung: memory.needed(next(iter(programs.values()))) or 0 for rung, programs in ladder.programs.items()}
+
+def _needs(engine: Engine, programs: Sequence[Compiled]) -> dict[int, int]:
+    """Bytes of the programs of the local phase, by the rows that they compute at once."""
+    rows = _local(engine)
+    return {rows[each.name]: memory.needed(each.program) or 0 for each in programs if each.name in rows}
+
+
+def _looped_needs(make: Make, devices: Sequence[Any], micro: int) -> dict[int, int]:
+    """The same for a looped engine with microbatches of another size, which is compiled for this alone."""
+    step, state, batch = make(devices=devices, engine=Looped(micro=micro))
+    with step, recorded() as programs:
+        (session,) = step.sessions.for_training(state, [batch], step.sync, step.controller)
+        return _needs(session.engine, programs)
+
+
+def _most_rows(need: Mapping[int, int], room: int) -> int | str:
+    """The largest microbatch that fits, extrapolated from the smallest and the largest one; or why it is not known."""
     low, high = min(need), max(need)
-    if need[high] <= need[low] or (platform == "tpu" and need[high] < _ON_CHIP):  # one rung, or unknown
-        return None
+    if need[high] <= need[low]:
+        return "the sizes that were compiled do not show what a row takes"
     per_row = (need[high] - need[low]) / (high - low)
     return max(0, int(low + (room - need[low]) / per_row))
 
 
-def _problems(compiled: Compiled, room: int) -> Iterator[str]:
-    if (need := memory.needed(compiled.program)) is not None and need > room:
-        yield f"the program '{compiled.name}' needs {memory.gib(need)}, and the device has {memory.gib(room)}."
+def _problems(compiled: Compiled, room: int, beside: int) -> Iterator[str]:
+    if (need := memory.needed(compiled.program)) is not None and need + beside > room:
+        others = f" beside {memory.gib(beside)} of optimizer state and sums" if beside else ""
+        yield f"the program '{compiled.name}' needs {memory.gib(need)}{others}, and the device has {memory.gib(room)}."
     if (reused := _reused(compiled)) < compiled.donated:
         yield f"the program '{compiled.name}' reuses {reused} of {compiled.donated} donated buffers."
-
-
-def _too_many(report: Report, most: int | None) -> Iterator[str]:
-    training = [program.name for phase, program in report.programs if phase != "evaluation"]
-    if most is not None and len(training) > most:
-        yield f"training takes {len(training)} programs ({', '.join(training)}); at most {most} were allowed."
 
 
 def _reused(compiled: Compiled) -> int:
@@ -204,8 +221,9 @@ def _show(console: Console, config: str, given: Target, report: Report) -> None:
     console.print(table)
     first, later = report.seconds("first step"), report.seconds("later")
     lines = [f"Before the first step {first:.1f} CPU seconds, with the whole ladder {first + later:.1f}."]
-    if report.most_rows is not None:
-        lines.append(f"The largest microbatch that fits: about {report.most_rows:,} rows.")
+    known = isinstance(report.most_rows, int)
+    said = f": about {report.most_rows:,} rows" if known else f" is not told: {report.most_rows}"
+    lines.append(f"The largest microbatch that fits{said}.")
     lines += [f"Slow on {given.name}, {number} times: {why}." for why, number in slow.items()]
     lines += [f"Problem: {problem}" for problem in report.problems]
     for line in lines:

@@ -11,7 +11,7 @@ from jax.extend.backend import backends
 from hetjax import processes
 from hetjax.devices import fake
 from hetjax.devices.choice import ALL, CPU, Selection, parse
-from hetjax.devices.unused import unused_here, warn_of_unused
+from hetjax.devices.unused import cpu_chosen, unused_here, warn_of_unused
 from hetjax.environment import PROCESSES
 
 
@@ -26,6 +26,15 @@ def chosen_devices(choice: str | int | None = None) -> list[jax.Device]:
     Raises:
         ValueError: if the choice is invalid, or cannot be had.
     """
+    devices = _of_all(choice)
+    parts = parse(choice)
+    if isinstance(parts, tuple) and any(part.platform == CPU for part in parts):
+        cpu_chosen(devices)
+    return devices
+
+
+def _of_all(choice: str | int | None) -> list[jax.Device]:
+    """The chosen devices of this process, or of all processes."""
     if processes.count() == 1:
         return own_devices(choice)
     own, problem = own_devices_or_problem(choice)

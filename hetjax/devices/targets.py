@@ -61,7 +61,7 @@ class Target:
         platform: 'cuda' or 'tpu'.
         memory: bytes of one device.
         source: where the figures come from.
-        topology: of a TPU: generation and chips, such as v5e:2x2.
+        topology: of a TPU generation and chips, such as v5e:2x2; of GPUs hosts and GPUs of each, such as 1x1x2.
         gpu: of a GPU: the fields of XLA's description of it.
         slow: further slow operations: patterns of a program's text, each with an explanation.
     """
@@ -84,9 +84,10 @@ class Target:
         """
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # otherwise libtpu looks for a TPU's metadata server
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # there need be no CUDA libraries, only XLA's
-        options = {"target_config": self._description(), "topology": "1x1x1"} if self.platform == "cuda" else {}
+        grid = self.topology or "1x1x1"
+        options = {"target_config": self._description(), "topology": grid} if self.platform == "cuda" else {}
         try:
-            topology = topologies.get_topology_desc(self.topology or "1x1x1", platform=self.platform, **options)
+            topology = topologies.get_topology_desc(grid, platform=self.platform, **options)
         except Exception as error:
             if _is_missing(error):
                 raise ImportError(
@@ -131,8 +132,8 @@ def target(name: str) -> Target:
     """Read a target.
 
     Args:
-        name: its name, such as T4, or v5e:2x2 with a topology of its own; or the path of a file like those that come
-            with hetjax.
+        name: its name, such as T4, T4:2 for two of them in one host, or v5e:2x2 with a topology of its own; or the path
+            of a file like those that come with hetjax.
 
     Returns:
         The target.
@@ -156,9 +157,12 @@ def target(name: str) -> Target:
         )
     values = _read(path)
     if chips:
-        if values["platform"] != "tpu":
-            raise ValueError(f"The target {name!r} has a topology, which only TPUs have: use {path.stem}.")
-        values["topology"] = f"{path.stem}:{chips}"
+        if values["platform"] == "tpu":
+            values["topology"] = f"{path.stem}:{chips}"
+        elif re.fullmatch("[1-9][0-9]?", chips):
+            values["topology"] = f"1x1x{chips}"
+        else:
+            raise ValueError(f"The target {name!r} has a topology, which only TPUs have: use {path.stem}:NUMBER.")
     return Target(name, **values)
 
 

@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import jax
 from jax.extend.backend import backends
 
 from hetjax.devices.accelerators import accelerators
+from hetjax.devices.choice import CPU
 
 log = logging.getLogger("hetjax")
 
@@ -21,6 +22,18 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _PLUGINS = {"cuda": r"jax-(cuda\d+)-plugin", "rocm": r"jax-(rocm\d+)-plugin", "tpu": "lib(tpu)"}  # group 1: JAX's extra
 _SHOWS = {"cuda": "nvidia-smi", "rocm": "rocm-smi"}
 _INSTALL = {"cuda": "cuda12", "tpu": "tpu"}  # CUDA 12 runs on older drivers and GPUs than 13; ROCm is no extra
+_chosen: set[frozenset[jax.Device]] = set()  # CPU devices that the user chose by name
+
+
+def cpu_chosen(devices: Iterable[jax.Device]) -> None:
+    """Remember that the user chose these devices with the name of the CPU: they need no warning."""
+    _chosen.add(frozenset(devices))
+
+
+def warn_unless_chosen(devices: Sequence[jax.Device]) -> None:
+    """Call `warn_of_unused` if these are all devices of a JAX on the CPU, unless the user chose the CPU by name."""
+    if devices[0].platform == CPU and set(devices) == set(jax.devices()) and frozenset(devices) not in _chosen:
+        warn_of_unused()
 
 
 @functools.cache

@@ -12,14 +12,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from hetjax import processes
 from hetjax.devices import memory
-from hetjax.devices.choice import CPU
 from hetjax.devices.chosen import chosen_devices, own_devices_or_problem, raise_problems
 from hetjax.devices.targets import target_of
-from hetjax.devices.unused import warn_of_unused
+from hetjax.devices.unused import warn_unless_chosen
 from hetjax.environment import DEVICES
 
 Tree = Any
@@ -194,9 +193,10 @@ class Workers:
 
     @property
     def backend(self) -> str:
-        """What the workers run on, such as 'gpu (Tesla T4) and cpu'."""
+        """What the workers run on, such as 'JAX 0.10.2, backend gpu (Tesla T4) and cpu'."""
         split = (kind.partition(":") for kind in self.kinds)
-        return " and ".join(name if model in (name, "") else f"{name} ({model})" for name, _, model in split)
+        names = " and ".join(name if model in (name, "") else f"{name} ({model})" for name, _, model in split)
+        return f"JAX {jax.__version__}, backend {names}"
 
     @cached_property
     def own_kinds(self) -> tuple[str, ...]:
@@ -224,8 +224,7 @@ class Workers:
     def replicate(self, tree: Tree) -> Tree:
         """Replicate a tree of arrays, identical in every process, on all workers; for targets only its shapes."""
         if target_of(self.own[0]) is not None:
-            shape = lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype))
-            return jax.tree.map(lambda x: shape(x).update(sharding=self.replicated), tree)
+            return shapes_on(self.replicated, tree)
         if self.spanning is None:
             return jax.device_put(tree, self.replicated)
 
@@ -268,12 +267,12 @@ def _checked(devices: Sequence[jax.Device] | None) -> tuple[jax.Device, ...]:
             "such as 'gpu+cpu'."
         )
     chosen = tuple(sorted(jax.devices(), key=_by_process) if devices is None else devices)
-    if devices is None and chosen[0].platform == CPU:
-        warn_of_unused()
     if invalid := [device for device in chosen if not isinstance(device, jax.Device)]:
         raise TypeError(f"devices holds {invalid[0]!r}: expected JAX's devices, such as jax.devices()[:2].")
     if len(set(chosen)) != len(chosen):
         raise ValueError(f"A device is listed twice in {list(chosen)}: each worker needs a device of its own.")
+    if chosen:
+        warn_unless_chosen(chosen)
     return chosen
 
 
@@ -284,6 +283,12 @@ def _check_idle(idle: Sequence[int]) -> None:
             f"Process {', '.join(map(str, idle))} of {processes.count()} has no worker. Give every process a device, "
             "or start fewer processes."
         )
+
+
+def shapes_on(sharding: Sharding, tree: Tree) -> Tree:
+    """Shapes of arrays with a sharding: what targets have instead of the arrays."""
+    shape = lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype), sharding=sharding)
+    return jax.tree.map(shape, tree)
 
 
 def _by_process(device: jax.Device) -> tuple[int, int]:

@@ -104,6 +104,7 @@ class ChunkedEngine:
                 complete=complete or rungs is not None or several,
                 priced_by_rows=priced_by_rows,
                 slow_compiler=rungs is None and not on_cpu(kind),
+                held=0 if program.keeps_rows else memory.size(jax.eval_shape(program.zeros)),
             )
         gather = processes.gather if several and not workers.elastic else lambda value: [value]
         self._remote = self._price(gather)

@@ -44,6 +44,8 @@ class Ladder:
         complete: Whether to compile the complete ladder now.
         priced_by_rows: Whether prices are rows instead of measured seconds.
         slow_compiler: Whether to make do with two rungs.
+        held: Bytes on the device besides a chunk's arguments and sums: those of the chunks before it. (The state of the
+            optimizer may be sliced between processes, or on the host; a worker that runs out of memory adapts.)
     """
 
     def __init__(
@@ -57,11 +59,12 @@ class Ladder:
         complete: bool,
         priced_by_rows: bool,
         slow_compiler: bool = False,
+        held: int = 0,
     ):
         self.chunk, self.arguments, self.adders = chunk, arguments, adders
         self.devices, self.wanted = tuple(devices), sorted(wanted)
         self.smallest = self.wanted[0]
-        self.there = target_of(self.devices[0]) is None
+        self.there, self.held = target_of(self.devices[0]) is None, held
         self.priced_by_rows = priced_by_rows or not self.there
         self.programs: dict[int, dict[jax.Device, Any]] = {}
         self.patience = 1 if slow_compiler else _SETTLED
@@ -115,8 +118,9 @@ class Ladder:
             self._drop(rung, "compiling it ran out of memory", error)
             return None
         need, have = memory.needed(programs[0]), memory.available(self.devices[0])
-        if need is not None and have is not None and need > have:
-            self._drop(rung, f"it needs {need / 2**30:.2f} GiB and the device has {have / 2**30:.2f} GiB")
+        if need is not None and have is not None and need + self.held > have:
+            beside = f" beside {self.held / 2**30:.2f} GiB of sums" if self.held else ""
+            self._drop(rung, f"it needs {need / 2**30:.2f} GiB{beside} and the device has {have / 2**30:.2f} GiB")
             return None
         return dict(zip(self.devices, programs, strict=True))
 

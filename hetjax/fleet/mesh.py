@@ -6,6 +6,7 @@ needs stand in this file only.
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import threading
@@ -15,6 +16,8 @@ import jax
 
 from hetjax.fleet.identity import BY_HAND, ProcessInfo
 from hetjax.fleet.rendezvous import own_address_towards
+
+_WITH_TIMEOUTS = (0, 8, 2)  # the first jaxlib that is known to have flags for the timeouts of CPU collectives
 
 
 def start_mesh(
@@ -42,12 +45,23 @@ def start_mesh(
             cluster_detection_method="deactivate" if info.source in BY_HAND else None,  # else: one GPU per process
             coordinator_bind_address=bind,
             heartbeat_timeout_seconds=max(1, int(heartbeat_limit)),
-            shutdown_timeout_seconds=max(1, int(wait_limit)),
+            **_shutdown_limit(wait_limit),
         )
 
 
+def _shutdown_limit(seconds: float) -> dict[str, int]:
+    """The limit on waiting for the others at the end, which JAX 0.7 does not let one set."""
+    name = "shutdown_timeout_seconds"
+    known = name in inspect.signature(jax.distributed.initialize).parameters
+    return {name: max(1, int(seconds))} if known else {}
+
+
 def _limit_collectives(seconds: float) -> None:
-    """Set XLA's timeouts of CPU collectives unless XLA_FLAGS sets them."""
+    """Set XLA's timeouts of CPU collectives unless XLA_FLAGS sets them; older versions have none and end at a flag."""
+    from jax._src.lib import version
+
+    if version < _WITH_TIMEOUTS:
+        return
     flags, limit = os.environ.get("XLA_FLAGS", ""), max(1, int(seconds))
     for name, value in (
         ("xla_cpu_collective_timeout_seconds", limit),

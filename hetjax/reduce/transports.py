@@ -21,7 +21,8 @@ from jax.sharding import PartitionSpec as P
 from jax.sharding import SingleDeviceSharding
 
 from hetjax.devices.compile import compile_for, compile_over, expected
-from hetjax.devices.workers import AXIS, Workers
+from hetjax.devices.targets import target_of
+from hetjax.devices.workers import AXIS, Workers, shapes_on
 from hetjax.reduce.base import OnDemand, Replicas
 from hetjax.reduce.cut import HostCut, with_masters
 from hetjax.reduce.delayed import Delayed
@@ -116,7 +117,8 @@ def make_reduce(
         return _between_hosts(options, workers, layout, rule, update, core, more)
     if options.transport == "host" or len(workers.kinds) > 1:
         place = meeting_place(workers, layout) if len(workers.own_kinds) > 1 else workers.own[0]
-        placed = _private_copy(jax.device_put(core, SingleDeviceSharding(place)))
+        there, here = target_of(place) is None, SingleDeviceSharding(place)
+        placed = _private_copy(jax.device_put(core, here) if there else shapes_on(here, core))
         return HubReduce(workers, layout, update, placed, place), placed
     placed = _private_copy(workers.replicate(core))
     return MeshReduce(workers, layout, update, placed), placed
@@ -304,7 +306,7 @@ class HubReduce:
     def __init__(self, workers: Workers, layout: Layout, update: Update, core: Any, lead: jax.Device):
         self.workers, self.layout, self.update, self.lead = workers, layout, update, lead
         self._start, self._add, self._finish = self._compiled(_shapes(core))
-        self._zeros = OnDemand(1, lambda _: zero_parts(layout, [lead])[0])
+        self._zeros = OnDemand(1, lambda _: zero_parts(layout, [lead])[0])  # targets hold no arrays
 
     def _one(self, parts: Parts, slots: jax.Array, weight: jax.Array, worker: jax.Array) -> Parts:
         own = self.layout.weighted(tuple(part[0] for part in parts), weight)

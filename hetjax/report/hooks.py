@@ -63,7 +63,7 @@ class Progress(Follow):
         super().__init__(self.display)
 
     def compiling(self, workers: Any) -> None:
-        """Say that programs are compiled, which can take long; `fit` calls this first.
+        """Say which backend is used, and that programs are compiled, which can take long; `fit` calls this first.
 
         Args:
             workers: the workers of the trainer.
@@ -71,7 +71,7 @@ class Progress(Follow):
         if _is_first_process():
             number = f"{len(workers)} worker{'s' * (len(workers) > 1)}"
             title = f"{self.display.title}: " if self.display.title else ""
-            self.display.console.print(f"{title}compiling for {number} on {workers.backend}", highlight=False)
+            self.display.console.print(f"{title}{workers.backend}, compiling for {number}", highlight=False)
 
     def begin(self, history: Any) -> None:
         """Start the display; `fit` calls this before the first step.

@@ -9,8 +9,9 @@ from tiny_problem import loss_fn, source
 import hetjax
 from hetjax.__main__ import main
 from hetjax.cli import compile as command
-from hetjax.cli.compile import compiled, maker
-from hetjax.devices import targets
+from hetjax.cli.compile import compiled
+from hetjax.cli.compiled_steps import maker
+from hetjax.devices import memory, targets
 from hetjax.devices.compile import compile_for, recorded
 from hetjax.devices.targets import Target, target
 from hetjax.devices.workers import device_kind
@@ -28,8 +29,8 @@ def devices(monkeypatch):
     device_kind.cache_clear()
 
 
-def make(devices, engine):
-    step = hetjax.Step(loss_fn, optax.adam(1e-3), batch_size=128, devices=devices, engine=engine)
+def make(devices, engine, transport="auto"):
+    step = hetjax.Step(loss_fn, optax.adam(1e-3), batch_size=128, devices=devices, engine=engine, transport=transport)
     state = step.init({"w": np.zeros(5, np.float32), "b": np.zeros((), np.float32)})
     return step, state, jax.tree.map(lambda x: x[:2], source())
 
@@ -67,10 +68,26 @@ def test_a_program_that_does_not_fit_is_a_problem(devices):
     assert any("needs" in problem and "and the device has" in problem for problem in report.problems)
 
 
+@pytest.mark.parametrize("engine", ["looped", "chunked"])
+def test_a_program_has_to_fit_beside_the_state_of_the_optimizer(engine, devices, monkeypatch):
+    """As large as the largest program of the local phase: Adam's two moments are on the device too."""
+    monkeypatch.setattr("hetjax.engines.chunked.on_cpu", lambda kind: False)
+    report = compiled(target("T4"), make, engine, devices)
+    local = [program for program in report.training if "rows" in program.name]
+    most = max(memory.needed(program.program) for program in local)
+    moments = 4 + 2 * 6 * 4  # and their count
+    sums = [memory.needed(program.program) for program in report.training if program.name == "no samples"]
+    beside = moments + sum(sums)  # a chunked worker adds a microbatch to those before
+    small = Target("small", "Tesla T4", "cuda", (most + beside - 8) * 10 // 9, "a test")
+    problems = [text for text in compiled(small, make, engine, devices).problems if "rows" in text]
+    assert problems
+    assert all("of optimizer state and sums, and the device has" in text for text in problems)
+
+
 def test_too_many_programs_make_the_command_fail(devices, monkeypatch, capsys):
-    monkeypatch.setattr(command, "maker", lambda config, batch: make)
+    monkeypatch.setattr(command, "maker", lambda config, batch, transport: make)
     with pytest.raises(AssertionError, match=r"T4, tiny, looped: training takes 3 programs .* at most 2"):
-        command.main(["T4"], ["tiny"], ["looped"], 128, 2)
+        command.main(["T4"], ["tiny"], ["looped"], 128, max_programs=2)
     printed = capsys.readouterr().out
     assert "loop over 16 rows" in printed
     assert "Before the first step" in printed
@@ -79,7 +96,7 @@ def test_too_many_programs_make_the_command_fail(devices, monkeypatch, capsys):
 def test_small_microbatches_do_not_show_what_a_row_takes_on_a_tpu(devices, monkeypatch):
     """They fit into the chip's own memory, which the compiler does not count."""
     monkeypatch.setattr("hetjax.engines.chunked.on_cpu", lambda kind: False)
-    assert compiled(target("v5e"), make, "chunked", devices).most_rows is None
+    assert "VMEM" in compiled(target("v5e"), make, "chunked", devices).most_rows
 
 
 def test_a_donated_buffer_that_is_not_reused_is_a_problem():
@@ -87,7 +104,7 @@ def test_a_donated_buffer_that_is_not_reused_is_a_problem():
         compile_for(
             lambda x: x[1:], (jax.ShapeDtypeStruct((8,), np.float32),), jax.devices()[:1], (0,), "a shorter copy"
         )
-    assert list(command._problems(programs[0], 2**30)) == [
+    assert list(command._problems(programs[0], 2**30, 0)) == [
         "the program 'a shorter copy' reuses 0 of 1 donated buffers."
     ]
 
@@ -97,7 +114,7 @@ def test_the_command_fails_with_an_exit_code(broken, devices, monkeypatch, capsy
     def compiled(*args):
         if broken == "the compiler":
             raise jax.errors.JaxRuntimeError("INTERNAL: the compiler gave up")
-        return command.Report("looped", [], None, ["the program 'x' reuses 0 of 1 donated buffers."])
+        return command.Report("looped", [], "a test", ["the program 'x' reuses 0 of 1 donated buffers."])
 
     monkeypatch.setattr(command, "compiled", compiled)
     if broken == "the compiler":  # with its traceback
@@ -110,10 +127,52 @@ def test_the_command_fails_with_an_exit_code(broken, devices, monkeypatch, capsy
 
 def test_names_that_do_not_exist_are_answered_with_those_that_do(tmp_path):
     with pytest.raises(ValueError, match="Unknown engine 'lopped': use looped, chunked, masked"):
-        command.main(["T4"], ["cnn"], ["lopped"], 128, None)
-    with pytest.raises(ValueError, match="no configuration 'vit': use mlp, cnn, resnet, transformer"):
+        command.main(["T4"], ["cnn"], ["lopped"], 128)
+    with pytest.raises(ValueError, match="no configuration 'vit': use mlp, cnn, resnet, transformer, digits, "):
         maker("vit", 128)
     (tmp_path / "own.py").write_text("def make(devices, engine): ...\n")
     assert callable(maker(f"{tmp_path}/own.py:make", 128))
     with pytest.raises(ValueError, match="has no function 'other'"):
         maker(f"{tmp_path}/own.py:other", 128)
+
+
+def test_the_largest_microbatch_of_a_loop_is_told_from_a_second_one(devices):
+    """The second one is compiled for that alone, and counts among no programs."""
+    report = compiled(target("T4"), make, "looped", devices)
+    assert report.most_rows > 10**6
+    assert len(report.training) == 3
+    assert "do not show" in compiled(target("T4"), make, "masked", devices).most_rows
+
+
+def test_a_program_above_the_limit_makes_the_command_fail(devices, monkeypatch):
+    monkeypatch.setattr(command, "maker", lambda config, batch, transport: make)
+    need = max(memory.needed(program.program) for program in compiled(target("T4"), make, "looped", devices).training)
+    command.main(["T4"], ["tiny"], ["looped"], 128, max_mib=[need / 2**20])
+    with pytest.raises(AssertionError, match=r"T4, other, looped: the program '.*' needs 0\.0 MiB; at most 0 were all"):
+        command.main(["T4"], ["tiny", "other"], ["looped"], 128, max_mib=[1, 0])
+    with pytest.raises(ValueError, match="--max-mib has 2 numbers for 1 configurations"):
+        command.main(["T4"], ["tiny"], ["looped"], 128, max_mib=[1, 2])
+
+
+def test_an_experiment_is_compiled_with_its_own_optimizer_model_and_batch(devices):
+    make = maker("text_transformer", 128)
+    step, state, batch = make(devices=devices, engine=command.ENGINES["looped"])
+    assert step.batch_size == 64
+    assert step.controller.name == "balanced"
+    assert state.params["embedding"].shape[-1] == 64
+    assert len(jax.tree.leaves(batch)[0]) >= 1
+    with pytest.raises(ValueError, match="'digits_rcd_sgd' has the sync 'decentralized': only 'allreduce'"):
+        maker("digits_rcd_sgd", 128)(devices=devices, engine=command.ENGINES["looped"])
+
+
+def test_sums_by_way_of_one_device_are_compiled_too(devices, monkeypatch):
+    """As for a GPU beside a CPU: the update adds the parts of two workers in one program of a single device."""
+    monkeypatch.setattr("hetjax.engines.chunked.on_cpu", lambda kind: False)
+    through_one = lambda devices, engine: make(devices, engine, transport="host")
+    report = compiled(target("T4:2"), through_one, "chunked", devices)
+    (update,) = [program for program in report.training if program.name == "reduce and update"]
+    assert all(len(place.device_set) == 1 for place in jax.tree.leaves(update.program.input_shardings))
+    assert not report.problems
+    assert update.donated >= 6
+    with pytest.raises(ValueError, match=r"--transport has no effect on own.py:make"):
+        maker("own.py:make", 128, "host")

@@ -18,6 +18,7 @@ def test_every_target_that_comes_with_hetjax_can_be_read_and_names_its_source(na
 def test_a_tpu_takes_a_topology_of_its_own_and_names_ignore_case():
     assert target("V5E:2x4").topology == "v5e:2x4"
     assert target("v5e").topology == "v5e:2x2"
+    assert target("t4:2").topology == "1x1x2"
     with pytest.raises(ValueError, match="only TPUs have"):
         target("T4:2x2")
 

@@ -52,17 +52,42 @@ def test_a_container_shows_a_gpu_and_a_host_shows_a_tpu(tmp_path):
     assert sentence.endswith('Type: pip install "jax[tpu]==0.7.2"')
 
 
-def test_the_default_devices_warn_once_and_chosen_ones_do_not(monkeypatch, caplog):
+@pytest.fixture
+def gpu(monkeypatch, caplog):
+    """A machine whose GPU JAX does not use, and nothing said or chosen so far."""
     monkeypatch.setattr(unused, "unused", lambda *_: "This machine has Tesla T4, but ...")
+    monkeypatch.setattr(unused, "_chosen", set())
     unused.warn_of_unused.cache_clear()
     with caplog.at_level(logging.WARNING, "hetjax"):
-        hetjax.devices("cpu:0-1")
-        workers.Workers.of(jax.devices())
-        assert not caplog.messages
-        hetjax.devices(2)
-        workers.Workers.of(None)
-    assert caplog.messages == ["This machine has Tesla T4, but ..."]
+        yield
     unused.warn_of_unused.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "all_of_them",
+    [
+        lambda: hetjax.devices(2),
+        lambda: hetjax.devices("all"),
+        lambda: None,
+        lambda: jax.devices(),
+        lambda: list(reversed(jax.devices())),
+    ],
+)
+def test_devices_that_were_not_chosen_warn_once(all_of_them, gpu, caplog):
+    for _ in range(2):
+        workers.Workers.of(all_of_them())
+    assert caplog.messages == ["This machine has Tesla T4, but ..."]
+
+
+@pytest.mark.parametrize("choice", ["cpu", "cpu:0-7", "cpu:0-1"])
+def test_the_cpu_chosen_by_name_gives_no_warning(choice, gpu, caplog, monkeypatch):
+    workers.Workers.of(choice)
+    workers.Workers.of(hetjax.devices(choice))
+    workers.Workers.of(jax.devices()[:2])
+    assert not caplog.messages
+    monkeypatch.setenv("HETJAX_DEVICES", choice)
+    workers.Workers.of(None)
+    assert not caplog.messages
 
 
 def test_a_chosen_gpu_that_jax_cannot_use_is_an_error_that_says_why(monkeypatch):
@@ -72,7 +97,9 @@ def test_a_chosen_gpu_that_jax_cannot_use_is_an_error_that_says_why(monkeypatch)
 
 
 def test_workers_say_their_backend():
-    assert workers.Workers.of(jax.devices()).backend == "cpu"
+    assert workers.Workers.of(jax.devices()).backend == f"JAX {jax.__version__}, backend cpu"
     kinds = ["gpu:Tesla T4", "gpu:Tesla T4", "cpu:cpu"]
     members = tuple(workers.Worker(0, kind[:3], kind, kind) for kind in kinds)
-    assert workers.Workers(members, tuple(jax.devices()[:3])).backend == "gpu (Tesla T4) and cpu"
+    assert workers.Workers(members, tuple(jax.devices()[:3])).backend == (
+        f"JAX {jax.__version__}, backend gpu (Tesla T4) and cpu"
+    )

@@ -45,6 +45,17 @@ def test_rungs_that_need_more_memory_than_available_are_dropped(monkeypatch, cap
     assert engine.rows_of(0, 64) == 64  # covered by eight small chunks
 
 
+def test_a_rung_has_to_fit_beside_the_sums_of_the_chunks_before_it(monkeypatch):
+    lead = jax.devices()[0]
+    (both,) = (plain := chunked(rungs=[8, 64])).ladders.values()
+    sums = memory.size(plain.program.zeros())
+    need = memory.needed(both.programs[64][lead]) + sums
+    for room, rungs in ((need, [8, 64]), (need - 1, [8])):
+        monkeypatch.setattr(memory, "available", lambda device, room=room: room)
+        (ladder,) = chunked(rungs=[8, 64]).ladders.values()
+        assert sorted(ladder.programs) == rungs
+
+
 def test_rungs_that_run_out_of_memory_in_a_trial_run_are_dropped(monkeypatch, caplog):
     plain = Ladder.compile
 

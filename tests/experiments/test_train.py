@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from fake_link import act_as
@@ -66,6 +67,9 @@ def test_one_run_fills_its_folder(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "test accuracy" in printed
     assert str(tmp_path / "run.png") in printed
+    backend = f"JAX {jax.__version__}, backend cpu"
+    assert f"balanced: {backend}, compiling for 2 workers\n" in printed
+    assert f"{backend}." in (tmp_path / "log.txt").read_text()
 
 
 @pytest.mark.slow

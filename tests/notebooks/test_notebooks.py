@@ -11,6 +11,26 @@ pytestmark = pytest.mark.slow
 
 FOLDER = Path(__file__).parents[2] / "colab"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+CLAIMS = {  # a last cell: what the text says of the results, except of speeds
+    "04_cpu_and_gpu.ipynb": """
+losses = {name: np.array(history.losses) for name, history in runs.items()}
+for name in ("GPU alone", "balanced"):
+    np.testing.assert_allclose(losses[name][:10], losses["equal"][:10], rtol=1e-4)
+whole = [record.counts_W for record in runs["equal"].records if record.counts_W.sum() == BATCH]
+assert all(counts[0] == counts[1] for counts in whole)
+
+of_the_cpu = {record.step: record.counts_W[1] for record in full}
+before = np.median([count for step, count in of_the_cpu.items() if 10 <= step < LOADED.start])
+assert min(count for step, count in of_the_cpu.items() if step in LOADED) < before
+assert any(record.changed for record in loaded.records if record.step in LOADED)
+
+assert set(tables) == {"GPU alone", "CPU alone", "balanced", "adaptive-hogbatch"}
+for history in tables.values():
+    assert sum(record.counts_W.sum() for record in history.records) == len(table["x"])
+    assert np.mean(history.losses[-8:]) < np.mean(history.losses[:8])
+assert all(sum(record.counts_W for record in tables["adaptive-hogbatch"].records) > 0)
+""",
+}
 
 
 def test_the_notebooks_are_complete():
@@ -49,5 +69,6 @@ def test_outputs_without_a_gpu_say_so():
 def test_a_notebook_runs(path, tmp_path, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", quick_compiles.FLAGS)  # the notebook sets its number of devices
     notebook = nbformat.read(path, as_version=4)
+    notebook.cells.append(nbformat.v4.new_code_cell(CLAIMS.get(path.name, "")))
     resources = {"metadata": {"path": str(tmp_path)}}
     NotebookClient(notebook, timeout=200, kernel_name="python3", resources=resources).execute()

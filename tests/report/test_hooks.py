@@ -2,6 +2,7 @@
 
 import io
 
+import jax
 import numpy as np
 import optax
 from rich.console import Console
@@ -39,7 +40,7 @@ def test_progress_shows_steps_efficiency_and_a_summary():
     screen = io.StringIO()
     trained(Progress("try", console=Console(file=screen, width=80)))
     printed = screen.getvalue()
-    assert printed.startswith("try: compiling for 8 workers on cpu\n")
+    assert printed.startswith(f"try: JAX {jax.__version__}, backend cpu, compiling for 8 workers\n")
     assert "try  step 1/3  epoch 0  loss" in printed
     assert "efficiency" in printed
     assert "try: 3 steps" in printed

@@ -96,26 +96,35 @@ def test_a_step_reads_one_array_and_waits_as_often_for_many_microbatches_as_for_
     assert accelerator or seen[0] == seen[1]  # an accelerator need not wait for parameters that are ready
 
 
-def test_for_an_accelerator_a_local_phase_sends_nothing(monkeypatch):
-    """All inputs of the microbatches are on the device before the phase begins: a transfer in it would raise."""
+@pytest.mark.parametrize(
+    ("engine", "owner", "method", "times"),
+    [
+        ("chunked", chunked.ChunkedEngine, "phase", WORKERS),
+        ("looped", spmd.Spmd, "start", 1),  # one program for all workers
+        ("masked", spmd.Spmd, "start", 1),
+    ],
+)
+def test_for_an_accelerator_a_local_phase_sends_nothing(engine, owner, method, times, monkeypatch):
+    """All its inputs are on the device before the phase begins: a transfer in it would raise, also an explicit one."""
     monkeypatch.setattr(chunked, "queues", lambda device: True)
-    run = chunked.ChunkedEngine.phase
+    monkeypatch.setattr(spmd, "queues", lambda device: True)
+    run = getattr(owner, method)
     guarded = []
 
     def phase(self, *args):
-        with jax.transfer_guard("disallow"):
+        with jax.transfer_guard_host_to_device("disallow_explicit"):
             guarded.append(1)
             return run(self, *args)
 
-    step, state = open_step(ENGINES["chunked"](4))
-    plain, other = open_step(ENGINES["chunked"](4))
-    monkeypatch.setattr(chunked.ChunkedEngine, "phase", phase)
+    step, state = open_step(ENGINES[engine](4))
+    plain, other = open_step(ENGINES[engine](4))
+    monkeypatch.setattr(owner, method, phase)
     with step, plain:
         for _ in range(3):
             state, _ = step(state, DATA)
         step.flush()
-        assert len(guarded) == 3 * WORKERS
-        monkeypatch.setattr(chunked.ChunkedEngine, "phase", run)
+        assert len(guarded) == 3 * times
+        monkeypatch.setattr(owner, method, run)
         for _ in range(3):
             other, _ = plain(other, DATA)
         np.testing.assert_array_equal(state.params["w"], other.params["w"])
