@@ -322,7 +322,7 @@ def test_the_page_says_which_sparse_data_are_real(real, words):
         ("004", ["covtype-like | Adaptive Hogbatch against GPU alone, batch 2048"], 11),
     ],
 )
-def test_a_quick_run_of_each_claim_end_to_end(claim, rows, arms, tmp_path, monkeypatch, capsys):
+def test_a_quick_run_of_each_claim_end_to_end(claim, rows, arms, tmp_path, monkeypatch):
     for module in (curves, reproduce):
         monkeypatch.setattr(module, "FASHION", tmp_path / "missing")
     monkeypatch.setattr(Scale, "epochs", lambda self, full: 2)
@@ -337,7 +337,6 @@ def test_a_quick_run_of_each_claim_end_to_end(claim, rows, arms, tmp_path, monke
     assert sum(line.startswith("| ") for line in first.splitlines()) == 1 + arms
     assert "1 seeds. It took" in text
     assert f"<!-- {claim}: " in (tmp_path / "reproduction" / f"{claim}.svg").read_text()
-    assert rows[0].partition(",")[0].partition(" ")[0] in capsys.readouterr().out
 
 
 def test_a_claim_run_alone_leaves_the_others_on_the_page(tmp_path):
