@@ -71,7 +71,7 @@ updates is the same for all seeds; samples and initial parameters are not.""",
 }
 INTRO = """# Reproduction
 
-Every headline of the five papers whose methods hetjax implements, run again together with the control that the paper
+Every headline of the five papers whose methods hetjax implements, run again together with the controls that the paper
 left out. This page is made by
 
     python experiments/reproduce.py
