@@ -3,11 +3,13 @@
     python experiments/bench_async.py [--json FILE] [--seeds 3] [--ratios 1:4 1:16 1:64] [--quick]
 
 Two workers with simulated speeds of 1:4, 1:16 and 1:64 train a small MLP on the digits and on synthetic sparse
-features, by each of: equal counts, balanced (both synchronous), hogbatch, adaptive-hogbatch, adaptive-sgd; and the fast
-worker alone (alone), also with small batches (alone-small), at the learning rate scaled by the batch. All see the same
-samples in the same order. Reported, as medians over the seeds: the utilization of the less busy worker, updates and
-their share per worker, and seconds and samples until the loss over the whole training set is below a target. The loss
-is evaluated on a third device and not charged. Takes up to an hour, most of it for equal counts at 1:64.
+features, by each of: equal counts, balanced (both synchronous), hogbatch, adaptive-hogbatch, adaptive-sgd; the fast
+worker alone (alone), also with small batches (alone-small), at the learning rate scaled by the batch; and the slow
+worker alone (alone-slow), a CPU of four Hogwild threads, each with its part of a small batch. All see the same samples
+in the same order. Reported, as medians over the seeds: the utilization of the less busy worker, updates and their share
+per worker, and seconds and samples until the loss over the whole training set is below a target. The loss is evaluated
+on a third device and not charged. Takes more than an hour, most of it for equal counts and the slow worker alone at
+1:64.
 
 Every training is run to the target, and all of it is charged: also the first two steps of a balanced run, which have
 equal counts to measure timings.
@@ -38,7 +40,8 @@ from hetjax.simulation.speeds import constant
 from hetjax.sync import AdaptiveHogbatch, AdaptiveSgd, Hogbatch
 
 ALONE = {"alone": 256, "alone-small": 32}  # batch of the fast worker without the slow one
-SYNCS = ("equal", "balanced", *ALONE, "hogbatch", "adaptive-hogbatch", "adaptive-sgd")
+SLOW_ALONE, THREADS = "alone-slow", 4  # the slow worker without the fast one, and its Hogwild threads
+SYNCS = ("equal", "balanced", *ALONE, SLOW_ALONE, "hogbatch", "adaptive-hogbatch", "adaptive-sgd")
 RATIOS = ("1:4", "1:16", "1:64")
 BATCH, SMALLEST, LARGEST = 256, 16, 256
 PHASE = 0.12  # seconds of the shortest phase, about 60 times the gap between two phases
@@ -71,18 +74,25 @@ class ToTarget:
 
 
 def make_trainer(problem: Problem, sync: str, simulation: Simulation) -> Trainer:
-    """A trainer of two workers; as published, the CPU starts at its smallest batch and the GPU at its largest."""
+    """A trainer of two workers or one; as published, the CPU starts at its smallest batch, the GPU at its largest."""
     common = {"batches": [SMALLEST, LARGEST], "smallest": SMALLEST}
     syncs: dict[str, Callable[[], Any]] = {
         "hogbatch": lambda: Hogbatch(**common),
         "adaptive-hogbatch": lambda: AdaptiveHogbatch(**common),
         "adaptive-sgd": lambda: AdaptiveSgd(**common, mega_batch=4 * BATCH),
+        SLOW_ALONE: lambda: Hogbatch(batches=SMALLEST, smallest=SMALLEST, threads=THREADS),
     }
     stepped = {"controller": "equal" if sync in ALONE else sync, "engine": Chunked(rungs=[1, 4, 16, 64, 256])}
     options = {"sync": syncs[sync]()} if sync in syncs else stepped
-    batch, devices = ALONE.get(sync, BATCH), jax.devices()[1:2] if sync in ALONE else jax.devices()[:2]
+    devices_of = {SLOW_ALONE: jax.devices()[:1]} | dict.fromkeys(ALONE, jax.devices()[1:2])
+    batch, devices = ALONE.get(sync, BATCH), devices_of.get(sync, jax.devices()[:2])
     optimizer = optax.sgd(problem.rate * batch / BATCH)
     return Trainer(loss_fn, optimizer, batch_size=batch, devices=devices, speeds=simulation, **options)
+
+
+def speeds_of(sync: str, ratio: float) -> list[float]:
+    """Speeds of the workers that take part."""
+    return [ratio] if sync in ALONE else [1.0] if sync == SLOW_ALONE else [1.0, ratio]
 
 
 def row_time(ratio: float) -> float:
@@ -121,12 +131,12 @@ def bench(problem: Problem, ratios: list[str], seeds: int, log: Callable[[str], 
     found: dict[str, dict[str, list[dict[str, Any]]]] = {ratio: {sync: [] for sync in SYNCS} for ratio in ratios}
     source = MemorySource(problem.rows)
     for sync in SYNCS:
-        simulation = Simulation(constant([1.0] if sync in ALONE else [1.0, 1.0]), row_time=1.0)
+        simulation = Simulation(constant(speeds_of(sync, 1.0)), row_time=1.0)
         with make_trainer(problem, sync, simulation) as trainer:
             hook = ToTarget(problem, trainer, min_samples=12 * BATCH)
             for ratio in ratios:
                 speed = float(ratio.partition(":")[2])
-                simulation.trace = constant([speed] if sync in ALONE else [1.0, speed])
+                simulation.trace = constant(speeds_of(sync, speed))
                 simulation.row_time, hook.min_seconds = row_time(speed), min_seconds(speed)
                 for seed in range(seeds):
                     simulation.phases = simulation.overruns = 0
@@ -177,7 +187,7 @@ def print_table(name: str, found: dict[str, dict[str, Any]], console: Console) -
         "busy: utilization of the less busy worker; CPU's: share of updates by the slower worker.", highlight=False
     )
     alone = ", ".join(f"{name} in batches of {batch}" for name, batch in ALONE.items())
-    console.print(f"The fast worker without the other: {alone}.", highlight=False)
+    console.print(f"The fast worker without the other: {alone}; the slow one: {SLOW_ALONE}.", highlight=False)
     for ratio, by_sync in found.items():
         console.print(verdict(ratio, by_sync), soft_wrap=True, highlight=False)
 
@@ -186,7 +196,7 @@ def verdict(ratio: str, by_sync: dict[str, Any]) -> str:
     """A sentence on which sync to use."""
     seconds = {sync: f["time_to_target_s"] for sync, f in by_sync.items() if f["time_to_target_s"] is not None}
     balanced = seconds.pop("balanced", None)
-    asynchronous = {sync: s for sync, s in seconds.items() if sync not in ("equal", *ALONE)}
+    asynchronous = {sync: s for sync, s in seconds.items() if sync not in ("equal", *ALONE, SLOW_ALONE)}
     if not asynchronous and balanced is None:
         return f"{ratio}: no training reached the target."
     if not asynchronous or balanced is None:
@@ -214,7 +224,7 @@ def main(
             under "sparse".
         seeds: number of seeds, for parameters and sample order; medians are reported.
         ratios: speeds of the two workers.
-        quick: a smoke test of under a minute: one ratio, one seed, the digits only.
+        quick: a smoke test of about a minute: one ratio, one seed, the digits only.
     """
     chosen_devices(3)  # two workers, and one to evaluate on
     console, progress = Console(), Console(stderr=True)

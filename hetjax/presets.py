@@ -342,6 +342,16 @@ def _check(chosen: Choice, quantum: int) -> None:
             f"The controller {controller!r} weighs the workers' gradients in its published form, but the sync 'daso' "
             "counts all samples alike. Use the controller balanced or equal."
         )
+    if (
+        isinstance(chosen.sync, syncs.Daso)
+        and chosen.sync.config.faithful
+        and controller in CONTROLLERS
+        and controller not in ("equal", "fixed")
+    ):
+        raise ValueError(
+            f"The controller {controller!r} divides samples by speed, but DASO as published has equal workers in equal "
+            "nodes: use the controller equal, or leave out faithful."
+        )
     if not chosen.sync.stepped and partition != "global":
         raise ValueError(
             f"With the sync {sync!r} a free worker takes the next samples, but the partition {partition!r} gives every "

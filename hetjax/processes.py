@@ -8,6 +8,7 @@ All functions that exchange something are collective: all processes call them in
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -86,6 +87,11 @@ def by_host() -> bool:
 def elastic() -> int:
     """Expected number of processes of a fleet whose members may come and go; 0: they are fixed."""
     return 0 if _link is None else _link.elastic
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may use: a launcher or a container may have given it fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def gather(value: Any) -> list[Any]:

@@ -84,6 +84,7 @@ REFUSED = [
         ({"controller": "dbs", "partition": "proportional", "every": 5}, "once per epoch"),
         ({"controller": "balanced", "faithful": True}, "weighs all samples alike"),
         ({"controller": "balanced", "every": 5}, "no cadence"),
+        ({"strategy": "daso", "controller": "balanced", "faithful": True}, "equal workers in equal nodes"),
         ({"sync_options": {"mix_every": 2}}, "option of the sync decentralized, not of 'allreduce'"),
         ({"strategy": "adaptive-sgd", "sync_options": {"staleness_bound": 2}}, "not of 'adaptive-sgd'"),
     ],
@@ -137,6 +138,10 @@ def test_objects_are_checked_like_names():
         choose(controller=every_five, partition="proportional")
     with pytest.raises(ValueError, match="counts all samples alike"):
         choose(controller=controllers.make("dbs", faithful=True), sync="daso")
+    with pytest.raises(ValueError, match="'balanced' divides samples by speed, but DASO as published"):
+        choose(controller="balanced", sync=sync.Daso(faithful=True))
+    assert choose(controller="fixed:2,2", sync=sync.Daso(faithful=True)).controller.name == "fixed"
+    assert choose("daso", sync=sync.Daso(faithful=True)).controller.name == "equal"
 
 
 @pytest.mark.parametrize("sync", ["decentralized", "daso"])

@@ -9,6 +9,7 @@ from studies.rcd_sgd import reached
 
 LEAST = 0.01  # relative gain below which there is none, however certain
 VERDICTS = ("reproduced", "only against the paper's control", "not reproduced")
+UNREPORTED = ("no gain, as reported", "gain where the paper saw none")  # where the paper reports no gain
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Comparison:
     omitted: tuple[str, ...]
     arms: dict[str, Arm]
     measure: str = "seconds_S"  # or run_S, where the claim is about the time of a given training
+    gain_reported: bool = True  # False: the paper saw none
 
     @property
     def target(self) -> float:
@@ -75,11 +77,10 @@ def gain(comparison: Comparison, method: str, against: str) -> tuple[float, floa
     return float(ratio_S.mean()), float(ratio_S.std(ddof=1) / len(ratio_S) ** 0.5) if len(ratio_S) > 1 else 0.0
 
 
-def strongest(comparison: Comparison) -> str:
-    """The omitted control with the smallest mean of the measure."""
+def by_strength(comparison: Comparison) -> list[str]:
+    """The omitted controls by the mean of the measure, smallest first; those that miss the target come last."""
     mean = lambda name: np.mean(getattr(comparison.arms[name], comparison.measure))
-    finite = [name for name in comparison.omitted if np.isfinite(mean(name))]
-    return min(finite or comparison.omitted, key=mean)
+    return sorted(comparison.omitted, key=lambda name: np.nan_to_num(mean(name), nan=np.inf))
 
 
 def better(difference: tuple[float, float]) -> bool:
@@ -92,9 +93,16 @@ def verdict(comparison: Comparison) -> str:
     """What survives of a claim.
 
     reproduced                        better than the paper's control and than the strongest omitted control
-    only against the paper's control  better than the former, not than the latter
+    only against the paper's control  better than the former, not than the latter; weaker ones that it beats are named
     not reproduced                    not better than the paper's own control
+
+    Where the paper reports no gain, it says whether there is one over the paper's control.
     """
-    if not better(gain(comparison, comparison.method, comparison.control)):
+    gains = better(gain(comparison, comparison.method, comparison.control))
+    if not comparison.gain_reported:
+        return UNREPORTED[gains]
+    if not gains:
         return VERDICTS[2]
-    return VERDICTS[0 if better(gain(comparison, comparison.method, strongest(comparison))) else 1]
+    controls = by_strength(comparison)
+    beaten = [name for name in controls if better(gain(comparison, comparison.method, name))]
+    return VERDICTS[0] if controls[0] in beaten else " and ".join([VERDICTS[1], *beaten])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -141,7 +140,7 @@ def _heading(workers: Workers, simulated: bool) -> str:
     if simulated:
         note = " Their speeds are simulated."
     elif len(workers.own) > 1 and {member.platform for member in workers.members} == {"cpu"}:
-        note = f" Simulated devices of equal speed share {os.cpu_count()} CPU cores."
+        note = f" Simulated devices of equal speed share {processes.usable_cores()} CPU cores."
     return f"{_number(len(workers), 'worker')} in {size}.{note}"
 
 

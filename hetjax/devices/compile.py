@@ -32,7 +32,7 @@ import jaxlib
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from hetjax import environment
+from hetjax import environment, processes
 from hetjax.devices.program_store import ProgramStore
 from hetjax.devices.random_bits import quick_to_compile
 from hetjax.devices.targets import target_of
@@ -260,8 +260,7 @@ def _key(lowered: Any, lead: jax.Device, layout: tuple[Any, ...]) -> str:
 
 def _host() -> tuple[Any, ...]:
     """What XLA tunes a CPU program for: the instruction set and the number of cores this process may use."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return platform.machine(), _cpu(), cores
+    return platform.machine(), _cpu(), processes.usable_cores()
 
 
 @functools.cache

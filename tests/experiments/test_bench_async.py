@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import bench_async
 import pytest
-from bench_async import ALONE, SYNCS, make_trainer, medians, row_time, verdict
+from bench_async import ALONE, SLOW_ALONE, SYNCS, make_trainer, medians, row_time, verdict
 from benches.async_problems import digits
 
 from hetjax import Simulation
+from hetjax.data import MemorySource
 from hetjax.simulation.speeds import constant
 
 
@@ -35,11 +36,25 @@ def test_the_fast_worker_alone_is_one_worker_with_its_own_batch():
             assert (len(trainer.workers), trainer.batch_size) == (1, batch)
 
 
+def test_the_slow_worker_alone_is_hogwild():
+    """Every thread updates the model with its part of a small batch, at the speed of the slow worker."""
+    assert bench_async.speeds_of(SLOW_ALONE, 16.0) == [1.0]
+    problem, updates = digits(), []
+    with make_trainer(problem, SLOW_ALONE, Simulation(constant([1.0]), row_time=1e-4)) as trainer:
+        trainer.sync.on_update = updates.append
+        trainer.fit(trainer.init(problem.params(0)), MemorySource(problem.rows), steps=2)
+    assert len(trainer.workers) == 1
+    assert {update.thread for update in updates} == set(range(bench_async.THREADS))
+    assert [update.span.count for update in updates] == [bench_async.SMALLEST // bench_async.THREADS] * len(updates)
+    assert len(updates) == 2 * bench_async.BATCH * bench_async.THREADS // bench_async.SMALLEST
+
+
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [
         ({"balanced": 2.0, "hogbatch": 3.0, "adaptive-sgd": 9.0}, "balanced synchronous training is the better choice"),
         ({"balanced": 3.0, "hogbatch": 2.0}, "hogbatch is the better choice"),
+        ({"balanced": 3.0, "hogbatch": 2.0, "alone-slow": 1.0}, "hogbatch is the better choice"),
         ({"balanced": 2.0, "hogbatch": 2.01}, "equally fast"),
         ({"balanced": None, "hogbatch": 2.0}, "only asynchronous"),
         ({"balanced": 2.0, "hogbatch": None}, "no asynchronous"),

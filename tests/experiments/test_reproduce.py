@@ -1,5 +1,6 @@
 """The reproduction: its rule and its charges by hand, its replays against hetjax itself, and a page end to end."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import reproduce
 from matplotlib.figure import Figure
 from studies import asynchrony, balancing, curves, hierarchy, neighbors, page
-from studies.claims import Arm, Comparison, gain, strongest, verdict
+from studies.claims import Arm, Comparison, by_strength, gain, verdict
 from studies.curves import Curves, Problem, Scale
 
 from hetjax import Chunked, Trainer
@@ -50,10 +51,37 @@ def test_the_verdict_follows_from_paired_differences(method, control, omitted, e
     assert verdict(compared(method, control, omitted)) == expected
 
 
+def test_the_verdict_names_the_weaker_omitted_controls_that_a_method_beats():
+    one = compared([8, 9, 8], [10, 11, 10], [9.5, 10.5, 9.5], [7, 8, 7], [8, 9, 8])
+    assert verdict(one) == "only against the paper's control and 0"
+    cells = page.summary_rows([one])[0]
+    assert cells[5].startswith("1: +13.")  # the strongest comes first
+    assert [cell.partition(":")[0] for cell in cells[5].split("; ")] == ["1", "2", "0"]
+
+
+@pytest.mark.parametrize(("method", "expected"), [(8, "gain where the paper saw none"), (10, "no gain, as reported")])
+def test_the_verdict_where_the_paper_saw_no_gain(method, expected):
+    assert verdict(compared([method] * 2, [10, 10], [9, 9], gain_reported=False)) == expected
+
+
+def test_dynamic_partition_and_dbs_are_compared_with_all_that_one_would_try_instead(monkeypatch):
+    """The oracle is a bound: it knows what is to come."""
+    monkeypatch.setattr(Scale, "epochs", lambda self, full: 2)
+    for name in ("dynamic_partition", "dynamic_batch_size"):
+        monkeypatch.setattr(balancing, "images", lambda samples: small(1024))
+        for one in getattr(balancing, name)(Scale(1, quick=True), lambda text: None):
+            every_five = {"dbs@5"} if one.claim == "001" else set()
+            assert set(one.omitted) == {"static", "balanced"} | every_five
+            assert "oracle" in one.arms
+            assert one.gain_reported == (not one.setting.startswith("VGG-16"))
+
+
 def test_differences_are_paired_and_the_strongest_control_counts():
     one = compared([9, 18], [10, 20], [30, 30], [20, 10])
     assert gain(one, "method", "control") == pytest.approx((-0.1, 0.0))  # seeds differ, the ratio does not
-    assert strongest(one) == "1"
+    assert by_strength(one) == ["1", "0"]
+    missed = replace(one, omitted=(*one.omitted, "2"), arms=one.arms | {"2": arm([np.nan, 1])})
+    assert by_strength(missed) == ["1", "0", "2"]
     by_run = replace(
         one, measure="run_S", arms=one.arms | {"method": replace(one.arms["method"], run_S=np.ones(2) / 2)}
     )
@@ -260,6 +288,7 @@ def test_a_page_with_the_digits_where_fashion_mnist_is_missing(tmp_path, monkeyp
     assert "the digits of scikit-learn" in text
     assert "A quick run" in text
     assert "| equal workers, disturbed | balanced | -7.3% |" in text
+    assert "| the same, in epochs of a minute | balanced | -7.3% |" in text
     assert (tmp_path / "reproduction" / "001.svg").read_text().startswith("<?xml")
 
 
@@ -272,7 +301,42 @@ def test_a_page_with_the_digits_where_fashion_mnist_is_missing(tmp_path, monkeyp
     ],
 )
 def test_the_page_says_which_sparse_data_are_real(real, words):
-    assert reproduce.words_of(Scale(2, True), dict.fromkeys(real, Path()), 60.0)["sparse"] == words
+    assert reproduce.words_of(Scale(2, True), dict.fromkeys(real, Path()), (60.0, 60.0), None)["sparse"] == words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("claim", "rows", "arms"),
+    [
+        ("000", ["ResNet-50, 0.2 s | dp, faithful against equal", "VGG-16, 0.01 s | dp, faithful against equal"], 8),
+        (
+            "002",
+            [
+                f"{setting} | {blocks}, F=2 against even random blocks, F=1"
+                for setting in ("D-PSGD", "MATCHA")
+                for blocks in ("facility-location", "graph-cut")
+            ],
+            9,
+        ),
+        ("003", ["all-reduce takes 0.1 of a step | DASO as published against all-reduce, 32 bits"], 6),
+        ("004", ["covtype-like | Adaptive Hogbatch against GPU alone, batch 2048"], 11),
+    ],
+)
+def test_a_quick_run_of_each_claim_end_to_end(claim, rows, arms, tmp_path, monkeypatch):
+    for module in (curves, reproduce):
+        monkeypatch.setattr(module, "FASHION", tmp_path / "missing")
+    monkeypatch.setattr(Scale, "epochs", lambda self, full: 2)
+    for module in (balancing, neighbors, hierarchy):
+        monkeypatch.setattr(module, "images", lambda samples: curves.images(512))
+    monkeypatch.setattr(asynchrony, "sparse", lambda kind, samples, *more: curves.sparse(kind, 512, *more))
+    assert reproduce.main(quick=True, only=claim, out=tmp_path, seeds=1) == 0
+    text = (tmp_path / "reproduction.md").read_text()
+    for row in rows:
+        assert f"| {claim} | {row} |" in text
+    first = text.partition("target loss")[2].partition("\n**")[0]
+    assert sum(line.startswith("| ") for line in first.splitlines()) == 1 + arms
+    assert "1 seeds. It took" in text
+    assert f"<!-- {claim}: " in (tmp_path / "reproduction" / f"{claim}.svg").read_text()
 
 
 def test_a_claim_run_alone_leaves_the_others_on_the_page(tmp_path):
@@ -291,6 +355,27 @@ def test_a_claim_run_alone_leaves_the_others_on_the_page(tmp_path):
     assert sections == ["## 000", "## 001", "## 003"]
 
 
+def test_the_page_says_what_its_runs_took_and_the_quick_ones_before_them(tmp_path, monkeypatch):
+    """A full run begins with the quick ones; the page adds up what its sections took, also of earlier runs."""
+    calls = []
+    for claim, name in (("000", "dynamic_partition"), ("003", "daso")):
+        row = replace(compared([8, 9], [10, 11], [9, 9]), claim=claim)
+        run = lambda scale, log, claim=claim, row=row: calls.append((claim, scale)) or [row]
+        monkeypatch.setattr(reproduce, name, run)
+    spent = lambda claim, *args: (claim(*args), (120.0, 240.0))
+    monkeypatch.setattr(reproduce, "timed", spent)
+    assert reproduce.main(only="000", out=tmp_path) == 0
+    assert reproduce.main(only="003", out=tmp_path) == 0
+    scales = Scale(3, quick=True), Scale(5)
+    assert calls == [(claim, scale) for claim in ("000", "003") for scale in scales]
+    text = (tmp_path / "reproduction.md").read_text()
+    took = "5 seeds. It took 2.0 minutes and 4.0 of CPU time; with `--quick` 2.0 and 4.0."
+    assert text.count(took) == 2
+    assert re.search(r"in 8 minutes on \d+ cores, with 16 of CPU time.*`--quick`,\n.*: 4.0 minutes, 8.0 of CPU", text)
+    assert "--only" in page.INTRO
+    assert page.total_spent([took, "It took 2.0 minutes and 4.0 of CPU time."]) == ""
+
+
 def test_a_figure_says_how_many_seeds_reach_the_target():
     """If the control misses it on a seed, no relative time can be drawn, also of arms that reach it on all."""
     axes = Figure().subplots()
@@ -307,6 +392,9 @@ def test_the_page_says_what_survives_with_easier_targets():
     slow, fast = replace(slow, loss_SxE=np.array([[2, 0.9]] * 2)), replace(fast, loss_SxE=np.array([[2, 1.05]] * 2))
     one = Comparison("003", "by hand", "", "fast", "slow", ("slow",), {"fast": fast, "slow": slow})
     assert [verdict(one.with_target(factor)) for factor in (1.0, 1.1)] == ["not reproduced", "reproduced"]
+    assert page.summary_rows([one])[0][-2:] == ["not reproduced", "10%: reproduced; 25%: reproduced"]
+    assert page.with_easier_targets(replace(one, method="slow")) == "the same"
+    assert page.with_easier_targets(replace(one, measure="run_S")) == ""
     row = page.targets_table([one]).splitlines()[-1]
     assert row.startswith("| by hand | fast | target not reached; target not reached: not reproduced | -30.5% ± 0.0;")
     assert page.targets_table([replace(one, measure="run_S")]) == ""

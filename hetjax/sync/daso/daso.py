@@ -261,6 +261,8 @@ class Daso(Sync):
 
     def _check(self, context: SyncContext, layout: NodeLayout) -> None:
         sizes = [len(workers) for workers in layout.workers]
+        if len(sizes) < layout.nodes:
+            sizes = [size for (size,) in processes.gather(sizes)]
         if self.config.faithful and min(sizes) < max(sizes):
             raise ValueError(
                 f"The nodes have {sizes} workers, but the published method assumes equal nodes: give nodes of equal "

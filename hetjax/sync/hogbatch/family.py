@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from hetjax import processes
 from hetjax.arguments import whole
 from hetjax.devices.workers import Workers
 from hetjax.engines.clocks import no_hold
@@ -243,7 +243,7 @@ class Hogbatch(Asynchronous):
         staleness_bound: Most updates by others between reading the model and one's own update (default: no bound).
         threads: Hogwild threads of each worker. Each takes its part of the worker's batch, and reads, computes and
             updates without waiting for the others (default: 1; if faithful, CPUs beside accelerators get one per
-            core, with `replay` the published 48).
+            core that the process may use, with `replay` the published 48).
         **options: See `Asynchronous`.
 
     Raises:
@@ -282,7 +282,7 @@ class Hogbatch(Asynchronous):
         cpu_W = np.array([device.platform == "cpu" for device in workers.own])
         if not self.faithful or cpu_W.all():
             return None
-        return np.where(cpu_W, os.cpu_count() or 1 if self.replay is None else PUBLISHED_THREADS, 1)
+        return np.where(cpu_W, processes.usable_cores() if self.replay is None else PUBLISHED_THREADS, 1)
 
     def _adapt(self) -> AdaptBatch | None:
         return None

@@ -102,6 +102,7 @@ def rejected(folder):
         (Daso(nodes=2), {}),
         (Daso(), {"transport": "host"}),
         (Daso(), {"capacity": 1}),
+        (Daso(faithful=True), {}),
     ):
         try:
             run(sync, **options)

@@ -172,11 +172,12 @@ def test_a_run_stopped_between_exchanges_does_not_stop_again(seen):
 
 
 def test_invalid_configurations_are_rejected_on_both(seen):
-    for seed, nodes, transport, capacity in seen["rejected"]:
+    for seed, nodes, transport, capacity, unequal in seen["rejected"]:
         assert "Process 1 differs from process 0 in its seed: 1 instead of 0" in seed
         assert "nodes=2 groups the workers of one process, but there are 2 processes" in nodes
         assert "needs devices of one kind and transport 'mesh' or 'auto'" in transport
         assert "The nodes can take 3 samples a step in all (capacities [2, 1]), but batch_size is 8" in capacity
+        assert "The nodes have [2, 1] workers, but the published method assumes equal nodes" in unequal
 
 
 def test_counts_of_a_node_stay_within_its_capacity(seen):

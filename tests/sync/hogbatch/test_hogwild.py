@@ -136,10 +136,12 @@ def test_a_failing_thread_returns_the_ranges_of_all_threads():
     assert coordinator.take(1).span.start == 0
 
 
-def test_as_published_a_cpu_beside_a_gpu_has_48_threads_in_virtual_time_and_one_per_core_otherwise():
+def test_as_published_a_cpu_beside_a_gpu_has_48_threads_in_virtual_time_and_one_per_core_otherwise(monkeypatch):
     workers = SimpleNamespace(own=[SimpleNamespace(platform="cpu"), SimpleNamespace(platform="gpu")])
     assert Hogbatch(faithful=True, replay=CPU_AND_GPU)._threads_W(workers).tolist() == [48, 1]
-    assert Hogbatch(faithful=True)._threads_W(workers).tolist() == [os.cpu_count(), 1]
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 5, 7})  # pinned to three of 64 cores
+    assert Hogbatch(faithful=True)._threads_W(workers).tolist() == [3, 1]
     assert Hogbatch(replay=CPU_AND_GPU)._threads_W(workers) is None
 
 
