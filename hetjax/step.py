@@ -176,31 +176,35 @@ class Step:
         check_function("eval_fn", eval_fn)
         check_function("predict_fn", predict_fn)
         check_function("advance", advance)
-        if ema_decay is not None and not 0 <= number("ema_decay", ema_decay) < 1:
-            raise ValueError(f"ema_decay must be at least 0 and below 1, got {ema_decay}.")
         chosen = presets.choose(strategy, controller=controller, sync=sync, engine=engine)
         presets.check_stepped(chosen.sync)
         presets.check_global(chosen)
         self._model_state = getattr(model, "model_state", None)
         self._given, self.optimizer = optimizer, nnx_optimizer.transformation(optimizer)
-        self.sync = chosen.sync
-        self.batch_size = whole("batch_size", batch_size, 1, MOST_SAMPLES)
-        self.seed = whole("seed", seed, 0, MOST_SEED)
+        self.sync, self.advance = chosen.sync, advance or running_average()
+        # Processes may be given different flags: what one got wrong is an error in all.
+        shared = problems_shared if processes.count() > 1 and not self.sync.by_node else nullcontext
+        with shared():
+            self.batch_size = whole("batch_size", batch_size, 1, MOST_SAMPLES)
+            self.seed = whole("seed", seed, 0, MOST_SEED)
+            self.clip_norm = None if clip_norm is None else number("clip_norm", clip_norm, above=0)
+            if ema_decay is not None and not 0 <= number("ema_decay", ema_decay) < 1:
+                raise ValueError(f"ema_decay must be at least 0 and below 1, got {ema_decay}.")
+            self.ema_decay = ema_decay
+            quantum = getattr(model, "quantum", 1) if quantum is None else quantum
+            self.quantum = whole("quantum", quantum, 1, MOST_SAMPLES)
+            self.epoch_size = None if epoch_size is None else whole("epoch_size", epoch_size, 1, MOST_SAMPLES)
+            self.epochs = None if epochs is None else whole("epochs", epochs, 1)
+            self.nonfinite = NonFinitePolicy(on_nonfinite, max_skips, processes.index() if self.sync.by_node else None)
+            self.wait_limit = number("wait_limit", wait_limit, above=0)
+            transport = current_name("transport", transport, _FORMER_TRANSPORTS)
+            self.options = ReduceOptions(transport, update, update_on, wire, delay)
+            presets.check_exchange(self.sync, wire, delay)
+            presets.check_update(self.sync, update)
         self.workers = self.sync.workers(devices)
-        self.clip_norm = None if clip_norm is None else number("clip_norm", clip_norm, above=0)
-        transport = current_name("transport", transport, _FORMER_TRANSPORTS)
-        self.options = ReduceOptions(transport, update, update_on, wire, delay)
-        presets.check_exchange(self.sync, wire, delay)
-        presets.check_update(self.sync, update)
-        check_options(self.options, self.workers)
-        self.controller: Controller = presets.for_workers(chosen.controller, self.workers)
-        self.quantum = whole("quantum", getattr(model, "quantum", 1) if quantum is None else quantum, 1, MOST_SAMPLES)
-        self.advance, self.ema_decay = advance or running_average(), ema_decay
-        self.epoch_size = None if epoch_size is None else whole("epoch_size", epoch_size, 1, MOST_SAMPLES)
-        self.epochs = None if epochs is None else whole("epochs", epochs, 1)
-        self.nonfinite = NonFinitePolicy(on_nonfinite, max_skips, processes.index() if self.sync.by_node else None)
-        self.wait_limit = number("wait_limit", wait_limit, above=0)
-        with problems_shared() if self.workers.several_processes else nullcontext():  # lists may differ
+        with shared():
+            check_options(self.options, self.workers)
+            self.controller: Controller = presets.for_workers(chosen.controller, self.workers)
             if memory is not None:
                 self.workers = self.workers.with_memory(per_worker("memory", memory, 1, self.workers, _MOST_MEMORY))
             self.simulation = as_simulation(speeds, len(self.workers))

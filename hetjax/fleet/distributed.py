@@ -27,7 +27,7 @@ from hetjax.environment import BIND, HOLDERS, JOIN, KEY, PROCESSES, RENDEZVOUS, 
 from hetjax.fleet.carrier import Carrier
 from hetjax.fleet.elastic import ElasticCarrier
 from hetjax.fleet.identity import BY_HAND, ProcessInfo, find_process
-from hetjax.fleet.keys import read_key
+from hetjax.fleet.keys import NO_KEY, read_key
 from hetjax.fleet.mesh import start_mesh
 from hetjax.fleet.registration import Registration
 from hetjax.fleet.rendezvous import (
@@ -129,7 +129,7 @@ def initialize(
         carrier.close(together=True)
         raise
     if info.first and secret is None and not is_loopback(split_address(info.coordinator)[0]):
-        log.warning("Messages between processes are neither encrypted nor authenticated: this network is trusted.")
+        log.warning(NO_KEY)
     group.join(carrier)
     if chosen == "mesh":
         address = ""

@@ -8,6 +8,7 @@ from pathlib import Path
 import zmq
 
 _LENGTH = 40  # characters of a CURVE key in Z85
+NO_KEY = "Messages between processes are neither encrypted nor authenticated: this network is trusted."
 
 
 def make_key(path: str | Path) -> None:

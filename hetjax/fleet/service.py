@@ -15,9 +15,10 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from hetjax.fleet.keys import NO_KEY
 from hetjax.fleet.protocol import NO_TOKEN, REFUSED, STATUS, Header, kind_in_any_version, unpacked
 from hetjax.fleet.registry import Patience, Registry
-from hetjax.fleet.rendezvous import check_free, split_address, url
+from hetjax.fleet.rendezvous import check_free, is_loopback, split_address, url
 from hetjax.fleet.sockets import REFUSALS, Sockets
 
 _LONGEST = 2**22  # bytes of a status
@@ -71,6 +72,8 @@ class Rendezvous:
         except BaseException:
             self._sockets.close(0)
             raise
+        if key is None and not is_loopback(split_address(bind)[0]):
+            log(NO_KEY)
         self._ending = False
         self._thread = threading.Thread(target=self._serve, name="hetjax-rendezvous", daemon=True)
         self._thread.start()

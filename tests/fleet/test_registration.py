@@ -189,6 +189,13 @@ def test_a_state_file_that_is_none_is_refused(tmp_path):
         Rendezvous(f"127.0.0.1:{free_port('127.0.0.1')}", 2, state=tmp_path / "state")
 
 
+def test_without_a_key_a_reachable_network_is_said_to_be_trusted():
+    for key, said in ((None, True), (KEY, False)):
+        log = []
+        Rendezvous(f"0.0.0.0:{free_port('127.0.0.1')}", 1, key=key, log=log.append).close()
+        assert any("this network is trusted" in sentence for sentence in log) == said
+
+
 def test_a_port_in_use_is_refused_with_a_sentence(fleets):
     fleet = fleets(1)
     with pytest.raises(OSError, match="cannot listen"):

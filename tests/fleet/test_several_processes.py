@@ -140,9 +140,10 @@ def test_no_process_compiles_again_after_a_restart(tmp_path, monkeypatch):
     assert again == [0, 0]
 
 
-@pytest.mark.parametrize(("processes", "per_process"), [(2, 2), (3, 1)])
-def test_several_processes_train_like_one(tmp_path, processes, per_process):
-    there = results_of(launch(processes, per_process, tmp_path), tmp_path, processes)
+@pytest.mark.parametrize(("processes", "per_process", "transport"), [(2, 2, "mesh"), (3, 1, "host")])
+def test_several_processes_train_like_one(tmp_path, processes, per_process, transport):
+    done = launch(processes, per_process, tmp_path, flags=["--transport", transport])
+    there = results_of(done, tmp_path, processes)
     for name in RUNS:
         alone = run(name, jax.devices()[: processes * per_process])
         for results in there:

@@ -42,6 +42,16 @@ CASES = {
         {"flags": ["--transport", "host"]},
         "Process 1 differs from process 0 in its transport: host instead of mesh",
     ),
+    "memory of too many workers": (
+        {},
+        {"flags": ["--memory", "1e9,1e9,1e9"]},
+        "Process 1: memory lists 3 numbers for 2 workers",
+    ),
+    "a senseless flag in one process": (
+        {},
+        {"flags": ["--wire", "int8", "--update", "replicated"]},
+        "Process 1 differs from process 0 in its wire: int8 instead of float32",
+    ),
     "other flags": (
         {},
         {"flags": ["--batch-size", "128"]},
