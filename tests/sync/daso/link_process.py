@@ -7,11 +7,12 @@ import json
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[3] / "experiments")]
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[3] / "experiments")]
 
 from benches.daso_node import data, init_mlp, loss_fn, info  # noqa: E402, I001  joins the others before JAX starts
 
 import optax  # noqa: E402
+from held_exchanges import held_exchanges  # noqa: E402
 
 from hetjax import Chunked, Trainer  # noqa: E402
 from hetjax.devices.chosen import chosen_devices  # noqa: E402
@@ -31,7 +32,7 @@ def main(spec):
         if record.step == 1:  # as late in training: rare exchanges, received many steps later
             sync.schedule.skip, sync.schedule.wait = spec["skip"], spec["wait"]
 
-    with trainer:
+    with trainer, held_exchanges():
         trainer.fit(trainer.init(init_mlp(0)), train, epochs=1, hooks=[set_schedule])
     if info.first:
         journal = [entry._asdict() for entry in sync.reduce.journal]

@@ -16,6 +16,7 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import optax  # noqa: E402
 from daso_setups import BATCH, SAMPLES, flat, tanh_net  # noqa: E402
+from held_exchanges import held_exchanges  # noqa: E402
 from sample_log import log_samples, numbered  # noqa: E402
 from second_client import second_client  # noqa: E402
 
@@ -27,7 +28,6 @@ from hetjax.sync.daso import Daso  # noqa: E402
 OPTIONS = {"warm_up": 1, "cool_down": 1, "stability": 0.9, "max_skip": 4, "wire": "full", "wait": "paper"}
 SECOND = second_client()  # before JAX starts
 EPOCHS, WORKERS = 6, len(jax.local_devices())
-BYTES = 15 * 2  # sent by one of two nodes for 15 parameters in 16 bits
 
 
 def made(sync, controller="equal", rungs=(1, 8), **options):
@@ -161,9 +161,9 @@ def poisoned(folder):
 
 
 def overlapping(folder):
-    """Steps of at least 40 ms, and a simulated link on which an exchange takes many, even of slow ones."""
-    sync = Daso(warm_up=0, cool_down=0, between="equal", link=8 * BYTES / 1.2)
-    return run(sync, epochs=2, speeds=Simulation(constant([1] * WORKERS), row_time=0.02))
+    """Exchanges that are held until they are received."""
+    with held_exchanges():
+        return run(Daso(warm_up=0, cool_down=0, between="equal"), epochs=2)
 
 
 def paced(folder):

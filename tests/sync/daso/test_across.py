@@ -115,18 +115,15 @@ def test_every_sample_is_computed_once_per_epoch(seen):
 
 
 def test_no_step_waits_for_a_pending_exchange(seen):
-    """Exchanges take 1.2 s and steps 0.04 s: local phases end while an exchange is pending.
+    """Exchanges are held until they are received, so all local phases in between end while one is pending.
 
     An epoch of six steps sends at 0, 4 and 5. The duration of an exchange is unknown at first: received after a step,
     as at the end of an epoch; once it is known, as late as possible, with the next send.
     """
     for node in seen["overlapping"]:
         stale = [record for record in node["journal"] if record["received"] > record["sent"]]
-        assert all(record["seconds"] >= 1.2 for record in stale)
         assert [record["received"] - record["sent"] for record in stale] == [1, 1, 4, 1]
-        # A phase that waited would end after the exchange. On a busy machine the last of several may do so anyway.
-        assert all(record["overlapped"] >= 1 for record in stale)
-        assert stale[2]["overlapped"] >= 2
+        assert [record["overlapped"] for record in stale] == [1, 1, 4, 1]
 
 
 def test_nodes_of_unequal_speed(seen):
