@@ -22,7 +22,7 @@ from hetjax.data.prefetch import Rows
 from hetjax.devices import memory
 from hetjax.devices.workers import DeviceChoice, Workers
 from hetjax.engines import Engine, EngineSpec
-from hetjax.engines.precision import ComputeDtype, dtypes_by_kind
+from hetjax.engines.precision import ComputeDtype, dtypes_by_kind, warn_of_unused
 from hetjax.engines.session import Session
 from hetjax.engines.specs import PerWorker, per_worker
 from hetjax.evaluation import mean_over, outputs_over
@@ -214,9 +214,12 @@ class Step:
         self.limit = self.batch_size  # maximum samples of a step for these workers
         if self.sync.by_node:
             self.limit = min(self.limit, int(capacity_W.sum()))
+        dtypes = dtypes_by_kind(compute_dtype)
+        if not self.sync.by_node or processes.count() == 1:  # a node does not know the kinds of the others
+            warn_of_unused(self.workers.kinds, dtypes)
         self.sessions = Sessions(
             loss_fn, eval_fn or loss_fn, self.advance, chosen.engine, self.workers, self.batch_size, self.limit,
-            capacity, self.quantum, self.simulation, self.wait_limit, dtypes_by_kind(compute_dtype), predict_fn,
+            capacity, self.quantum, self.simulation, self.wait_limit, dtypes, predict_fn,
         )  # fmt: skip
         self._pipeline: Pipeline | None = None
         self._shares_W = np.ones(len(self.workers))
@@ -683,7 +686,7 @@ class Step:
             self.bench.observe(observation)
 
     def _reduce_options(self, session: Session) -> ReduceOptions:
-        """Transport and update, with the workers' speeds as the last plan or else their kinds tell."""
+        """Transport and update, with the workers' speeds from the last plan, or else from their kinds."""
         rate_of = getattr(session.engine, "rate_of", lambda kind: 1.0)
         by_kind = [rate_of(worker.kind) for worker in self.workers.members]
         return replace(self.options, rate_W=self._shares_W if np.ptp(self._shares_W) else np.array(by_kind))

@@ -66,9 +66,14 @@ def dtype_of(kind: str, dtypes: Mapping[str, str]) -> str | None:
 
     That of its model, else of words in it ('T4' of 'Tesla T4'), else of its platform, else the default.
     """
+    return next((dtypes[key] for key in (*_keys_of(kind, dtypes), DEFAULT) if key in dtypes), None)
+
+
+def _keys_of(kind: str, dtypes: Mapping[str, str]) -> list[str]:
+    """The keys that match a kind, the most specific first."""
     platform, _, model = kind.partition(":")
     words = [key for key in dtypes if key != DEFAULT and _words(key) and _words(key) <= _words(model)]
-    return next((dtypes[key] for key in (kind, model, *words, platform, DEFAULT) if key in dtypes), None)
+    return [key for key in (kind, model, *words, platform) if key in dtypes]
 
 
 def _words(name: str) -> set[str]:
@@ -84,6 +89,18 @@ def warn_of_bfloat16(kinds: Iterable[str]) -> None:
             "T4=float16,default=bfloat16.",
             ", ".join(emulating),
         )
+
+
+def warn_of_unused(kinds: Iterable[str], dtypes: Mapping[str, str]) -> None:
+    """Log a warning if keys match none of these kinds, those of all workers: they may be misspelled."""
+    kinds = list(kinds)
+    used = {DEFAULT}.union(*(_keys_of(kind, dtypes) for kind in kinds))
+    if unused := [key for key in dtypes if key not in used]:
+        log.warning(
+            "No worker matches %s of compute_dtype; the workers are of kind %s. Check the spelling, unless such "
+            "devices join later.",
+            " and ".join(map(repr, unused)), " and ".join(map(repr, kinds)),
+        )  # fmt: skip
 
 
 def common_dtype(kinds: Iterable[str], dtypes: Mapping[str, str]) -> str | None:

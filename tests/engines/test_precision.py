@@ -20,7 +20,7 @@ import hetjax
 from hetjax import BatchNorm, Chunked, Example, Looped, Step, from_nnx
 from hetjax.devices import workers
 from hetjax.engines import chunked
-from hetjax.engines.precision import announce, dtype_of, dtypes_by_kind
+from hetjax.engines.precision import announce, dtype_of, dtypes_by_kind, warn_of_unused
 
 BATCH, STEPS = 24, 4
 RNG = np.random.default_rng(0)
@@ -253,6 +253,19 @@ def test_a_warning_names_the_kinds_that_emulate_bfloat16(caplog):
     caplog.clear()
     announce(kinds, dtypes_by_kind({"T4": "float16", "V100": "float32", "default": "bfloat16"}))
     assert "has no bfloat16" not in caplog.text
+
+
+def test_a_warning_names_keys_that_match_no_worker(two_kinds, caplog):
+    dtypes = {"kind 1": "float32", "Tesla T5": "float16", "default": "bfloat16", "rocket": "float16"}
+    with Step(loss_fn, OPTIMIZER, compute_dtype=dtypes, batch_size=BATCH, devices=jax.devices()[:2]) as step:
+        step.evaluate(step.init(PARAMS), DATA[:1])
+    (warning,) = [record.getMessage() for record in caplog.records if "matches" in record.getMessage()]
+    assert warning.startswith("No worker matches 'Tesla T5' and 'rocket' of compute_dtype; the workers are of kind")
+
+
+def test_keys_that_match_less_than_others_are_no_mistake(caplog):
+    warn_of_unused(["gpu:Tesla T4", "cpu:cpu"], dict.fromkeys(["gpu", "T4", "cpu", "default"], "float16"))
+    assert not caplog.records
 
 
 def test_one_program_in_two_dtypes_is_refused(two_kinds):
