@@ -10,6 +10,7 @@ workers, b_i a count, p_i a share, t_i the mean time of a step since the last up
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -94,20 +95,8 @@ class PartitionState(ControllerState):
         self.share_W = np.full(self.workers, 1.0 / max(self.workers, 1))
 
 
-class Dp(ControllerBase[PartitionState]):
-    """p_i <- (p_i / t_i) / sum_k (p_k / t_k); b_i = max(p_i B, 1). Dynamic partition.
-
-    The shares stay real-valued from update to update. By default counts are rounded by largest remainder and all
-    samples weigh the same.
-
-    Args:
-        every: Number of steps between two updates, or "epoch".
-        faithful: The published form: b_i = max(floor(p_i B), 1), topped up to sum to B, and the mean of worker means,
-            g = (1/N) sum_i g_i, which overweights the samples of small workers.
-    """
-
-    name = "dp"
-    faithful_weights = staticmethod(mean_of_means)
+class DynamicPartition(ControllerBase[PartitionState]):
+    """What `dp` and `edp` share: all but the weights of the published forms."""
 
     def __init__(self, every: Every = "epoch", faithful: bool = False) -> None:
         self.every, self.faithful = check_every(every), faithful
@@ -136,10 +125,32 @@ class Dp(ControllerBase[PartitionState]):
         return new_W, "shares by throughput"
 
     def mean_weights(self) -> np.ndarray | None:
-        return self.faithful_weights(self.state.share_W) if self.faithful else None
+        return self.faithful_weights() if self.faithful else None
+
+    @abstractmethod
+    def faithful_weights(self) -> np.ndarray:
+        """The weights a_W of the published form."""
 
 
-class Edp(Dp):
+class Dp(DynamicPartition):
+    """p_i <- (p_i / t_i) / sum_k (p_k / t_k); b_i = max(p_i B, 1). Dynamic partition.
+
+    The shares stay real-valued from update to update. By default counts are rounded by largest remainder and all
+    samples weigh the same.
+
+    Args:
+        every: Number of steps between two updates, or "epoch".
+        faithful: The published form: b_i = max(floor(p_i B), 1), topped up to sum to B, and the mean of worker means,
+            g = (1/N) sum_i g_i, which overweights the samples of small workers.
+    """
+
+    name = "dp"
+
+    def faithful_weights(self) -> np.ndarray:
+        return mean_of_means(self.state.share_W)
+
+
+class Edp(DynamicPartition):
     """The shares of `dp` with g = sum_i p_i g_i; with p_i = b_i / B, the default, that is the mean over all samples.
 
     Args:
@@ -149,7 +160,9 @@ class Edp(Dp):
     """
 
     name = "edp"
-    faithful_weights = staticmethod(shares_over_workers)
+
+    def faithful_weights(self) -> np.ndarray:
+        return shares_over_workers(self.state.share_W)
 
 
 @dataclass
