@@ -55,7 +55,19 @@ class Chunk:
 
 
 class ChunkedEngine:
-    """One ladder per kind of device; see `Chunked` for the options."""
+    """One ladder per kind of device; see `Chunked` for the user's options.
+
+    Args:
+        program: The computation.
+        workers: All workers.
+        clocks: Time the local phases.
+        capacity_W: The largest count of each worker.
+        quantum: Counts are multiples of it.
+        max_rows_W: The largest chunk of each worker, in rows. Default: its capacity.
+        rungs: Rows of the chunks to compile; None: chosen automatically.
+        complete: The ladder does not grow.
+        priced_by_rows: Chunks are priced by their rows instead of measured.
+    """
 
     name = "chunked"
     compiling = False  # a compile competes with CPU workers, so their times are meaningless
@@ -264,7 +276,7 @@ class ChunkedEngine:
         self._update_limits()
 
     def rate_of(self, kind: str) -> float:
-        """Samples per second of a device of this kind, as its prices tell."""
+        """Samples per second of a device of this kind, by its prices."""
         return 1.0 / self._price_lists()[kind].unit
 
     def limits(self) -> Limits:
@@ -374,9 +386,10 @@ class ChunkedEngine:
         device = self.workers.device(worker)
         limit = self.ladders[device_kind(device)].below(rung)
         if limit is None:
+            which = "all processes have compiled" if self.workers.several_processes else "is compiled"
             raise MemoryError(
-                f"Worker {worker} ({device}) ran out of memory with a microbatch of {rung} rows, the smallest that is "
-                "compiled. Give smaller ones (engine=hetjax.Chunked(rungs=[...])), use a smaller model or smaller "
+                f"Worker {worker} ({device}) ran out of memory with a microbatch of {rung} rows, the smallest that "
+                f"{which}. Give smaller ones (engine=hetjax.Chunked(rungs=[...])), use a smaller model or smaller "
                 "samples, or leave this device out."
             ) from error
         several = self.workers.several_processes

@@ -240,6 +240,26 @@ def test_with_several_processes_only_the_worker_changes_and_not_the_plans(monkey
     assert "Plans still assume the larger ones" in caplog.text
 
 
+def test_a_limit_below_all_common_microbatches_ends_with_a_sentence(monkeypatch):
+    """Another process has not compiled the small microbatches that this worker was kept to."""
+    data = {name: values[:BATCH] for name, values in source().items()}
+    with Step(
+        loss_fn, optax.sgd(0.05), batch_size=BATCH, devices=jax.devices()[:1], engine=Chunked(rungs=[4, 16])
+    ) as step:
+        state, _ = step(step.init(PARAMS), data)
+        step.flush()
+        calls = exhaust(step.engine, 0, 4)
+        monkeypatch.setattr(Workers, "several_processes", True)
+        step.engine._lower(0, 16, MemoryError())
+        own = step.engine.offer()
+        (kind,) = own["rungs"]
+        step.engine.follow(step.workers, [own, own | {"rungs": {kind: [16]}, "capacity": [], "max_rows": []}])
+        with pytest.raises(MemoryError, match=r"with a microbatch of 16 rows, the smallest that all processes have"):
+            step.local_phases(state, data, [BATCH])()
+        monkeypatch.undo()
+    assert calls == [16]
+
+
 def test_another_membership_keeps_the_limits_and_plans_get_to_know_them(monkeypatch):
     """The members of a fleet change: this process, first before, is second now."""
     data = {name: values[:BATCH] for name, values in source().items()}
