@@ -198,7 +198,7 @@ class Recovery:
         reported, self._reported = self._reported, len(self.events)
         return " ".join(f"{event['reason']} {event['seconds']:.2f} s." for event in self.events[max(reported, 1) :])
 
-    # -- what the pipeline tells --
+    # -- events of the pipeline --
 
     def keep(self, number: int, batch: HostBatch, span: Span) -> None:
         """Remember a step that starts now; the one before the last is not done again."""

@@ -48,7 +48,7 @@ log = logging.getLogger("hetjax")
 
 MessageKey = tuple[int, int, int, int]  # channel, round, piece, sender
 
-_STRAGGLE = 3.0  # seconds in which process 0 waits for others to tell them that they are refused
+_STRAGGLE = 3.0  # seconds in which process 0 waits for others, to refuse them
 _DROPPED = 3  # handshakes that process 0 may drop without a word, as it does with another key
 _EARLY = 4096  # messages kept of processes that know all others already
 

@@ -176,8 +176,8 @@ class Registration:
         self._introduction: dict[str, Any] = {
             "address": address, "local": local, "host": host, "description": own, "joins": joins
         }  # fmt: skip
-        if (wish := os.environ.get(PROCESS, "")).isdigit():
-            self._introduction["wish"] = int(wish)
+        if (number := os.environ.get(PROCESS, "")).isdigit():
+            self._introduction["wish"] = int(number)
         self._secret, self._notify = secrets.token_hex(16), notify
         self._changed = threading.Condition()
         self._introduce = True

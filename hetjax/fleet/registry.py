@@ -211,7 +211,7 @@ class Registry:
             known.gone, known.finished_in = "finished", int(status["finished"])
 
     def _hear_agent(self, visitor: bytes, status: Message, now: float) -> None:
-        """Note the children of a launcher that have ended; tell it which to kill."""
+        """Note the children of a launcher that have ended; answer with those to kill."""
         self._agents[str(status["agent"])] = visitor
         children = {known.child: number for number, known in self._known.items() if known.child}
         for child, (how, joins, clean) in status.get("ended", {}).items():
@@ -250,9 +250,9 @@ class Registry:
             return refusal
         if not known.joins and (self.in_force is not None or len(self._founders()) >= self.processes):
             return "The run has already started: join it with hetjax launch --join."
-        wish = status.get("wish")
-        free = isinstance(wish, int) and 0 <= wish < self.processes and wish not in self._known
-        number = wish if free and self.in_force is None and self._highest == 0 else self._next_number
+        asked = status.get("wish")
+        free = isinstance(asked, int) and 0 <= asked < self.processes and asked not in self._known
+        number = asked if free and self.in_force is None and self._highest == 0 else self._next_number
         assert isinstance(number, int)
         known.member = replace(member, number=number)
         self._note(number, known)

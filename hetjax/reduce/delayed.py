@@ -7,7 +7,7 @@ Step n computes its gradient g_n at parameters that lack the update of the step 
 This is another algorithm than the synchronous one: stochastic gradient descent with a delay of one (Langford, Smola and
 Zinkevich, NeurIPS 2009). It needs smaller learning rates, or a warm-up.
 
-The state after n steps holds all n updates, for which whoever reads it waits. A checkpoint also holds the parameters
+The state after n steps holds all n updates; reading it waits for them. A checkpoint also holds the parameters
 that the next step reads, 4 bytes per parameter, so a run that is resumed takes the same steps.
 """
 

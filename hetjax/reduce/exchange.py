@@ -207,7 +207,7 @@ class SumExchange:
         return []
 
     def drop(self, k: int, senders: Sequence[int]) -> None:
-        """Take the rest of an own piece, whose sums nobody needs."""
+        """Take the rest of an own piece, whose sums are not needed."""
         begun = self._begun.pop(k, _Sum())
         for sender in senders[begun.added :]:
             if sender != self.process:
@@ -269,33 +269,33 @@ class SumExchange:
             total += own if peer == self.process else np.frombuffer(self.channel.receive(peer, number)[0])
         return total
 
-    def tell(self, peers: Sequence[int], *frames: np.ndarray) -> None:
+    def send_arrays(self, peers: Sequence[int], *frames: np.ndarray) -> None:
         """Send arrays to these processes, which wait for them in this round."""
         for peer in peers:
             self.channel.send(peer, 3 + 2 * len(self.owners), list(frames))
 
-    def heard_all(self, sender: int) -> list[memoryview]:
-        """The frames that a process tells this one in this round."""
+    def receive_frames(self, sender: int) -> list[memoryview]:
+        """The frames that a process sends by `send_arrays` in this round."""
         return self.channel.receive(sender, 3 + 2 * len(self.owners))
 
-    def heard_arrays(self, sender: int, like: Sequence[Any]) -> list[np.ndarray]:
-        """Arrays of these shapes and dtypes, of which a process tells this one the `chunks` of their bytes."""
-        frames, found = iter(self.heard_all(sender)), []
+    def receive_arrays(self, sender: int, like: Sequence[Any]) -> list[np.ndarray]:
+        """Arrays of these shapes and dtypes, of which a process sends the `chunks` of their bytes."""
+        frames, found = iter(self.receive_frames(sender)), []
         for x in like:
             parts = [next(frames) for _ in range(0, math.prod(x.shape) * x.dtype.itemsize, FRAME)]
             found.append(np.frombuffer(b"".join(parts), x.dtype).reshape(x.shape))
         return found
 
-    def heard(self, sender: int) -> np.ndarray:
-        """The vector that a process tells this one in this round."""
-        return self._read(self.heard_all(sender)[0]).copy()
+    def receive_vector(self, sender: int) -> np.ndarray:
+        """The vector that a process sends by `send_arrays` in this round."""
+        return self._read(self.receive_frames(sender)[0]).copy()
 
-    def note(self, slots: np.ndarray, to: int) -> None:
-        """Tell a process what this one, which sits the step out, requests; it is not waited for."""
+    def send_slots(self, slots: np.ndarray, to: int) -> None:
+        """Send the slots of this process, which sits the step out, to another one that does not wait for them."""
         self.channel.send(to, 2 + 2 * len(self.owners), [np.asarray(slots, np.float64)])
 
-    def notes(self, senders: Sequence[int]) -> dict[int, np.ndarray]:
-        """The last note of each of these processes that has arrived."""
+    def latest_slots(self, senders: Sequence[int]) -> dict[int, np.ndarray]:
+        """The newest slots of each of these processes that have arrived."""
         carrier, number = self.channel.carrier, 2 + 2 * len(self.owners)
         found = {peer: carrier.latest(peer, self.channel.number, self.channel.round, number) for peer in senders}
         return {peer: np.frombuffer(mail[0]) for peer, mail in found.items() if mail is not None}

@@ -78,7 +78,7 @@ def sliced(leaves: Sequence[Any], ranges: Sequence[Range], flat: bool) -> list[A
 
 
 def leaf_of_state(optimizer: optax.GradientTransformation, params: Tree) -> list[int] | None:
-    """The parameter that each array of the optimizer's state belongs to; -1: to none; None: cannot be told.
+    """The parameter that each array of the optimizer's state belongs to; -1: to none; None: unknown.
 
     An array belongs to the parameter whose shape decides its own. Parameters are numbered by their leaves, and those
     with a given bit in their number are enlarged: one trial per bit instead of one per parameter.

@@ -136,17 +136,17 @@ class HostSums:
             table[i, : len(slots)] = slots
         return tail
 
-    def speak_for_absent(self, tail: np.ndarray, involved: Sequence[int], step: PlannedStep) -> None:
+    def fill_in_absent(self, tail: np.ndarray, involved: Sequence[int], step: PlannedStep) -> None:
         """Fill in the slots of processes that sit the step out; the first of the others does so."""
         absent = [process for process in self.everyone if process not in involved]
         if self.me != involved[0] or not absent:
             return
-        table, notes = tail[self.layout.values :].reshape(-1, len(SLOTS)), self.exchange.notes(absent)
+        table, slots = tail[self.layout.values :].reshape(-1, len(SLOTS)), self.exchange.latest_slots(absent)
         for process in absent:
             rows = self.workers.process_W == process
             table[rows, _LEFT] = MANY
-            if process in notes:
-                table[rows, :HOST_SLOTS] = notes[process].reshape(-1, HOST_SLOTS)
+            if process in slots:
+                table[rows, :HOST_SLOTS] = slots[process].reshape(-1, HOST_SLOTS)
             table[rows, _CHECKSUM] = step.plan.checksum
 
     def report_bad(
@@ -155,14 +155,14 @@ class HostSums:
         """Write into the tail whose sums were not finite, and whether the update was; and pass it on to the absent."""
         table = tail[self.layout.values :].reshape(-1, len(SLOTS))
         if level >= NONFINITE:
-            finite = lambda parts: all(np.isfinite(np.asarray(part)).all() for part in parts)
+            sums_w = [[np.asarray(part).reshape(-1) for part in parts] for parts in parts_w]
             own_W = np.zeros(len(self.workers))
-            own_W[list(self.workers.local)] = [0.0 if finite(parts) else NONFINITE for parts in parts_w]
+            own_W[list(self.workers.local)] = [level_of(sums, sum_of_squares(sums)) >= NONFINITE for sums in sums_w]
             found_W = self.exchange.vector_sum(own_W, involved, second=True)
             table[:, LEVEL] = found_W if found_W.any() else NONFINITE  # finite sums with an infinite total
         table[:, BAD] = bad
         if self.me == involved[0]:
-            self.exchange.tell([process for process in self.everyone if process not in involved], tail)
+            self.exchange.send_arrays([process for process in self.everyone if process not in involved], tail)
         self.exchange.end()
         return tail
 
@@ -250,10 +250,10 @@ class HostReplicated(HostSums):
         source = min(fresh)
         if stale and self.me == source:
             for process in stale:
-                self.exchange.tell([process], *chunks(as_bytes([np.asarray(data_of(x)) for x in leaves])))
+                self.exchange.send_arrays([process], *chunks(as_bytes([np.asarray(data_of(x)) for x in leaves])))
         elif self.me in stale:
             like = [jax.eval_shape(data_of, x) for x in leaves]
-            values = self.exchange.heard_arrays(source, like)
+            values = self.exchange.receive_arrays(source, like)
             made = [value_like(value, x) for value, x in zip(values, jax.eval_shape(lambda: leaves), strict=True)]
             core = jax.device_put(jax.tree.unflatten(tree, made), SingleDeviceSharding(self.lead))
         self.exchange.end()

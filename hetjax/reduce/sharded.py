@@ -185,15 +185,15 @@ class HostSharded(HostSums):
         core = self._rebalanced(core, step)
         exchange, senders, involved = self.exchange, self.contributors(step), self.involved(step)
         if self.me not in involved:
-            exchange.note(np.asarray(slots_w, np.float64), involved[0])
-            tail = exchange.heard(involved[0])
+            exchange.send_slots(np.asarray(slots_w, np.float64), involved[0])
+            tail = exchange.receive_vector(involved[0])
             exchange.end()
             left_out = self._left_out(tail)
             self._end(step, applied=not left_out)
             return (core if left_out else replace(core, fresh=frozenset(involved))), tail
         parts = self.local_sums(parts_w, step) if self.me in senders else None
         tail = self.own_tail(parts, slots_w)
-        self.speak_for_absent(tail, involved, step)
+        self.fill_in_absent(tail, involved, step)
         if parts is None and self.me in senders:  # its last sum: see `HostCut`
             parts = [np.zeros(size, self.layout.dtype) for size in self.layout.sizes]
         frames_of = None if parts is None else partial(self._frames, parts, step)
@@ -316,10 +316,10 @@ class HostSharded(HostSums):
         flat, tree = jax.tree.flatten(core.model_state)
         if self.me == source:
             for process in stale:
-                self.exchange.tell([process], *chunks(core.vector), *flat)
+                self.exchange.send_arrays([process], *chunks(core.vector), *flat)
         elif self.me in stale:
             vector = self._buffers[core.vector is self._buffers[0]]
-            frames = self.exchange.heard_all(source)
+            frames = self.exchange.receive_frames(source)
             at = 0
             for part in vector:
                 for start in range(0, len(part), FRAME):
@@ -479,8 +479,10 @@ class HostSharded(HostSums):
     def _shared(self, owner: int, own: list[np.ndarray] | None, like: Sequence[Any]) -> list[np.ndarray]:
         """Arrays of one process in all processes."""
         if own is not None:
-            self.exchange.tell([process for process in self.everyone if process != self.me], *chunks(as_bytes(own)))
-        found = own if own is not None else self.exchange.heard_arrays(owner, like)
+            self.exchange.send_arrays(
+                [process for process in self.everyone if process != self.me], *chunks(as_bytes(own))
+            )
+        found = own if own is not None else self.exchange.receive_arrays(owner, like)
         self.exchange.end()
         return found
 
@@ -603,7 +605,7 @@ class HostSharded(HostSums):
                 mine = pieces[k]
                 leaves = map(data_of, jax.tree.leaves(mine.opt_state))
                 arrays = [np.asarray(x) for x in (*leaves, *(mine.ema or []), *(mine.masters or []))]
-                self.exchange.tell(new, *chunks(as_bytes(arrays)))
+                self.exchange.send_arrays(new, *chunks(as_bytes(arrays)))
             elif self.me in new:
                 program = self._program(k)
                 like, tree = jax.tree.flatten(program.state_like)
@@ -613,7 +615,7 @@ class HostSharded(HostSums):
                     *(runs if self.rule.ema_decay is not None else []),
                     *(runs if self.has_masters else []),
                 ]
-                values = self.exchange.heard_arrays(old, kinds)
+                values = self.exchange.receive_arrays(old, kinds)
                 state = [value_like(value, x) for value, x in zip(values, like, strict=False)]
                 rest = values[len(like) :]
                 masters = [rest.pop() for _ in runs][::-1] if self.has_masters else None

@@ -65,6 +65,9 @@ class Decentralized(Sync):
         mix_every: F, the number of steps from one mixing step to the next.
         matcha_budget: average share of the links that MATCHA uses; None mixes with W itself.
         faithful: use plain mean gradients and equal weights, as published.
+
+    Raises:
+        ValueError: If `matcha_budget` is not a share, or `mix_every` not a whole number of at least 1.
     """
 
     name = "decentralized"
@@ -258,9 +261,9 @@ class NeighborReduce:
         sources_w = [self._sources(worker, pairs_R, weight_RxW) for worker in self.workers.local] if own else []
         copied_w = messages.copy(own, sources_w) if own else []
         own_wxK = np.column_stack([np.stack(row_w), np.asarray(slots_w, row_w[0].dtype)])
-        messages.tell(own_wxK, ROWS, round_)
+        messages.send_vectors(own_wxK, ROWS, round_)
         messages.send(own, itertools.chain(*pairs_R), round_)
-        row_WxK = messages.hear(own_wxK, ROWS, round_)
+        row_WxK = messages.receive_vectors(own_wxK, ROWS, round_)
         values = functools.reduce(np.add, row_WxK[:, : self.layout.values])  # in the order of workers
         slots_WxS = np.zeros((len(row_WxK), len(SLOTS)), row_WxK.dtype)
         slots_WxS[:, _LEVEL] = row_WxK[:, self.layout.values]
@@ -303,8 +306,8 @@ class NeighborReduce:
             return np.zeros(len(self.workers), bool)
         if tail.bad_W is None:
             own_wx1 = np.array([np.asarray(bad) for bad in tail.bad_w])
-            self.messages.tell(own_wx1, FLAGS, tail.round)
-            tail.bad_W = self.messages.hear(own_wx1, FLAGS, tail.round)[:, 0]
+            self.messages.send_vectors(own_wx1, FLAGS, tail.round)
+            tail.bad_W = self.messages.receive_vectors(own_wx1, FLAGS, tail.round)[:, 0]
         return tail.bad_W
 
     def read(self, tail: NeighborTail) -> StepReport:

@@ -67,7 +67,7 @@ class Bundles:
 
 
 class NeighborMessages:
-    """What the workers of all processes tell each other in a step. Collective: every process calls the same methods.
+    """Messages between the workers of all processes in a step. Collective: every process calls the same methods.
 
     Args:
         workers: all workers.
@@ -87,12 +87,12 @@ class NeighborMessages:
         self.round += 1
         return self.round
 
-    def tell(self, own_wxK: np.ndarray, piece: int, round_: int) -> None:
+    def send_vectors(self, own_wxK: np.ndarray, piece: int, round_: int) -> None:
         """Send the rows of own workers to all processes."""
         for process in self.others:
             self._channel_at(round_).send(process, piece, [own_wxK.view(np.uint8).reshape(-1)])
 
-    def hear(self, own_wxK: np.ndarray, piece: int, round_: int) -> np.ndarray:
+    def receive_vectors(self, own_wxK: np.ndarray, piece: int, round_: int) -> np.ndarray:
         """The rows of all workers, in their order."""
         rows = {process: self._channel_at(round_).receive(process, piece)[0] for process in self.others}
         of = lambda process: np.frombuffer(rows[process], own_wxK.dtype).reshape(-1, own_wxK.shape[1])

@@ -7,6 +7,9 @@ import numpy as np
 import pytest
 
 from hetjax.reduce.exchange import SumExchange
+from hetjax.reduce.finite import NONFINITE
+from hetjax.reduce.host import LEVEL, HostSums
+from hetjax.reduce.layout import SLOTS
 
 SEED, PROCESSES, PIECES, SIZE = 7, 4, 3, 50
 
@@ -98,3 +101,22 @@ def test_the_rest_of_sums_that_nobody_needs_is_taken(value):
         exchange.drop(k, range(PROCESSES))
     assert not exchange.channel.mail
     assert not exchange.channel.order
+
+
+class ThreeWorkers:
+    local = range(3)
+
+    def __len__(self):
+        return 3
+
+
+def test_only_workers_whose_sums_are_not_finite_are_reported():
+    """Not one whose squares overflow."""
+    own = SimpleNamespace(
+        workers=ThreeWorkers(), layout=SimpleNamespace(values=2), me=0, everyone=[0],
+        exchange=SimpleNamespace(vector_sum=lambda own_W, *_, **__: own_W, send_arrays=lambda *_: None, end=int),
+    )  # fmt: skip
+    parts_w = [(np.full((1, 4), value, np.float32), np.ones((1, 2), np.float32)) for value in (1e30, np.nan, -np.inf)]
+    tail = np.zeros(2 + 3 * len(SLOTS), np.float32)
+    tail = HostSums.report_bad(own, tail, NONFINITE, False, parts_w, [0])
+    assert tail[2:].reshape(3, -1)[:, LEVEL].tolist() == [0, NONFINITE, NONFINITE]
