@@ -3,7 +3,9 @@
 import ast
 import dataclasses
 import functools
+import importlib
 import inspect
+import pkgutil
 import re
 import textwrap
 
@@ -87,6 +89,10 @@ def definitions(cls, name):
     return [vars(c)[name] for c in cls.__mro__ if c.__module__.startswith("hetjax.") and name in vars(c)]
 
 
+def is_protocol(cls):
+    return vars(cls).get("_is_protocol", False)  # its constructor is typing's
+
+
 def faults_of_class(label, cls):
     text = vars(cls).get("__doc__")
     if not text or text.startswith(f"{cls.__name__}("):  # the latter is what dataclass and NamedTuple generate
@@ -94,7 +100,7 @@ def faults_of_class(label, cls):
     parts = sections(text)
     is_record = dataclasses.is_dataclass(cls) or hasattr(cls, "_fields")
     headings = ("Args", "Attributes") if is_record else ("Args",)
-    constructor = [*definitions(cls, "__init__"), *definitions(cls, "__new__")][:1]
+    constructor = [*definitions(cls, "__init__"), *definitions(cls, "__new__")][:1] if not is_protocol(cls) else []
     names = [name for function in constructor for name in parameters(function)]
     if issubclass(cls, linen.Module):
         names = [name for name in names if name not in LINEN]
@@ -131,6 +137,24 @@ def test_a_public_name_is_documented(name):
         wrong = faults_of_class(name, thing)
         for method in filter(functools.partial(is_public_method, thing), dir(thing)):
             wrong += faults_of_method(f"{name}.{method}", thing, method)
+    assert not wrong, "\n".join(["", *wrong])
+
+
+def exported():
+    """The functions and classes that subpackages export, beside `hetjax.__all__`: (package, name)."""
+    names = []
+    for package in (info.name for info in pkgutil.walk_packages(hetjax.__path__, "hetjax.") if info.ispkg):
+        module = importlib.import_module(package)
+        things = {name: getattr(module, name) for name in getattr(module, "__all__", ())}
+        names += [(package, name) for name, x in things.items() if inspect.isclass(x) or inspect.isroutine(x)]
+    return names
+
+
+@pytest.mark.parametrize(("package", "name"), exported())
+def test_a_name_that_a_subpackage_exports_is_documented(package, name):
+    thing = getattr(importlib.import_module(package), name)
+    is_class = inspect.isclass(thing)
+    wrong = faults_of_class(name, thing) if is_class else faults_of_function(name, thing, thing.__doc__)
     assert not wrong, "\n".join(["", *wrong])
 
 

@@ -91,7 +91,14 @@ def stored(folder: Path) -> list[Path]:
 
 
 def latest(folder: str | Path) -> Path | None:
-    """The newest checkpoint of a folder; None without one."""
+    """Find the newest checkpoint of a folder.
+
+    Args:
+        folder: The folder with the checkpoints.
+
+    Returns:
+        The path of the checkpoint; None if there is none.
+    """
     paths = stored(Path(folder))
     return paths[-1] if paths else None
 

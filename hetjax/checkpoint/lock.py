@@ -34,6 +34,9 @@ class FolderLock:
     SIGKILL, and child processes do not inherit it: a lock is never stale, and the file of a killed process is reused.
     On NFS the server releases the lock of a dead host when its lease ends. Within one process any number of objects
     may hold the same folder.
+
+    Args:
+        folder: The folder; it is created when the lock is first held.
     """
 
     def __init__(self, folder: str | Path):

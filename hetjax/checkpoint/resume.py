@@ -30,7 +30,12 @@ class Restorable(Protocol):
 
 @dataclass(frozen=True)
 class Restored:
-    """A restored run: its state, and what the caller had added to the checkpoint."""
+    """A restored run.
+
+    Attributes:
+        state: The state of training.
+        extra: What the caller had added to the checkpoint.
+    """
 
     state: State
     extra: Mapping[str, Any]

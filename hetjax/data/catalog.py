@@ -17,6 +17,12 @@ def digits_source(split: str = "train") -> MemorySource:
     """The 1,797 handwritten digits of 8x8 pixels that come with scikit-learn: real data without a download.
 
     A stratified split gives 1,438 training and 359 test samples.
+
+    Args:
+        split: "train" or "test".
+
+    Returns:
+        The source.
     """
     from sklearn.datasets import load_digits
 
@@ -65,12 +71,23 @@ SPECS = "digits | synthetic | idx:DIR | npz:FILE | libsvm:FILE | text | text:FIL
 
 
 def load(spec: str, split: str = "train", **options: Any) -> RowSource:
-    """Load a dataset by name. `options` are passed to the function that makes it.
+    """Load a dataset by name.
 
     digits      scikit-learn's 8x8 digits            idx:DIR    folder of IDX files (MNIST, Fashion-MNIST)
     synthetic   synthetic 28x28 images               npz:FILE   arrays x and y
     text        Python's language reference, bytes   text:FILE  any file, bytes
     libsvm:FILE sparse features, one row per line    tfds:NAME  a prepared TensorFlow dataset
+
+    Args:
+        spec: One of these names.
+        split: "train" or "test".
+        **options: Arguments of the function that makes the source.
+
+    Returns:
+        The source.
+
+    Raises:
+        ValueError: If there is no such dataset.
     """
     kind, colon, path = spec.partition(":")
     if bool(colon) != bool(path):

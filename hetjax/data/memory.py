@@ -25,6 +25,10 @@ class MemorySource(RowSource):
         description: What a model needs to know about the samples.
         scale: Factors by name, for a dict. Such an array keeps its dtype in memory, and its rows are fetched as float32
             times the factor. Arrays without a factor are fetched unchanged.
+
+    Raises:
+        TypeError: If an array does not hold numbers.
+        ValueError: If the arrays differ in their number of rows, or if `scale` names others.
     """
 
     def __init__(

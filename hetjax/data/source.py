@@ -33,12 +33,19 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Description:
-    """What a model needs to know about the samples of a source."""
+    """What a model needs to know about the samples of a source.
+
+    Attributes:
+        name: Name of the dataset.
+        input_shape: (height, width, channels), (features,) or, for text, (tokens,).
+        classes: Number of classes, for sources with "image" and "label".
+        vocab: Number of distinct tokens, for sources with "tokens", "targets" and "weights".
+    """
 
     name: str
-    input_shape: tuple[int, ...]  # (height, width, channels), (features,) or, for text, (tokens,)
-    classes: int | None = None  # number of classes, for sources with "image" and "label"
-    vocab: int | None = None  # number of distinct tokens, for sources with "tokens", "targets" and "weights"
+    input_shape: tuple[int, ...]
+    classes: int | None = None
+    vocab: int | None = None
 
 
 class RowSource(ABC):
@@ -87,6 +94,16 @@ def fetch(source: Source, indices: np.ndarray) -> Batch:
     """Return the samples at `indices` as one batch: a tree of arrays with a leading axis of len(indices).
 
     Uses `source.rows` if there is one. Otherwise stacks single samples, which have to agree in keys, shapes and dtypes.
+
+    Args:
+        source: The source.
+        indices: Indices of the samples, in any order.
+
+    Returns:
+        The batch.
+
+    Raises:
+        ValueError: If there are no indices, or if the samples do not agree.
     """
     indices = np.asarray(indices)
     if hasattr(source, "rows"):

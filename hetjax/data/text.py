@@ -15,6 +15,14 @@ class TextSource(RowSource):
     A sample has "tokens" [window], the bytes; "targets" [window], the same shifted by one; and "weights" [window], 0
     for the padding of the last window and 1 elsewhere. The loss is sum(weights * loss) / sum(weights), in which every
     byte but the first is predicted exactly once.
+
+    Args:
+        text: The text, of at least 2 bytes.
+        window: Tokens of a sample.
+        name: Name of the dataset.
+
+    Raises:
+        ValueError: If the text or the window is too short.
     """
 
     def __init__(self, text: bytes, *, window: int = 128, name: str = "text"):
@@ -42,7 +50,21 @@ class TextSource(RowSource):
 def text_source(
     file: str | Path | None = None, split: str = "train", *, window: int = 128, test_share: float = 0.1
 ) -> TextSource:
-    """Windows of a file, or of the built-in text; the last `test_share` of the bytes is the test split."""
+    """Read windows of a file, or of the built-in text.
+
+    Args:
+        file: Path of the file; None: the built-in text.
+        split: "train" or "test".
+        window: Tokens of a sample.
+        test_share: Share of the bytes, the last ones, that is the test split.
+
+    Returns:
+        The source.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If there is no such split, or if the text is too short for two.
+    """
     check_split(split)
     if file is None:
         content, name = builtin_text(), "built-in text"

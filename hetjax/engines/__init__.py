@@ -2,11 +2,9 @@
 
 from hetjax.engines.base import Engine, Program
 from hetjax.engines.chunked import ChunkedEngine
-from hetjax.engines.specs import ENGINES, Auto, Chunked, EngineContext, EngineSpec, Looped, Masked, as_spec
-from hetjax.engines.spmd import LoopedEngine, MaskedEngine
+from hetjax.engines.specs import Auto, Chunked, EngineContext, EngineSpec, Looped, Masked, as_spec
 
 __all__ = [
-    "ENGINES",
     "Auto",
     "Chunked",
     "ChunkedEngine",
@@ -14,9 +12,7 @@ __all__ = [
     "EngineContext",
     "EngineSpec",
     "Looped",
-    "LoopedEngine",
     "Masked",
-    "MaskedEngine",
     "Program",
     "as_spec",
 ]

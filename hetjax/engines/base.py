@@ -25,17 +25,29 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Program:
-    """The computation of an engine: sums over rows, with the shapes of its arguments and results."""
+    """The computation of an engine: sums over rows, with the shapes of its arguments and results.
 
-    row_sums: Callable[[Tree, Tree, Tree, jax.Array], Parts]  # (params, model_state, rows, ctl) -> sums
-    sizes: tuple[int, ...]  # lengths of the parts
+    Attributes:
+        row_sums: (params, model_state, rows, ctl) -> sums.
+        sizes: Lengths of the parts of the sums.
+        dtype: dtype of the sums.
+        params: Shapes of the parameters, a tree of ShapeDtypeStruct.
+        model_state: Shapes of the model state.
+        row: Shapes of one sample.
+        own_parameters: Parameters differ between workers and have a leading axis of 1.
+        dtypes: Compute dtypes by kind of device.
+        keeps_rows: Results are one output per row, which are kept instead of added.
+    """
+
+    row_sums: Callable[[Tree, Tree, Tree, jax.Array], Parts]
+    sizes: tuple[int, ...]
     dtype: Any
-    params: Tree  # of ShapeDtypeStruct
+    params: Tree
     model_state: Tree
-    row: Tree  # one sample
-    own_parameters: bool = False  # parameters differ between workers and have a leading axis of 1
-    dtypes: Mapping[str, str] = field(default_factory=dict)  # compute dtypes by kind of device
-    keeps_rows: bool = False  # results are one output per row, which are kept instead of added
+    row: Tree
+    own_parameters: bool = False
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    keeps_rows: bool = False
 
     def with_own_parameters(self) -> Program:
         """The program for workers that each hold their own parameters."""

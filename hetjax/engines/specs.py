@@ -253,7 +253,17 @@ ENGINES: dict[str, type[EngineSpec]] = {spec.name: spec for spec in (Auto, Chunk
 
 
 def as_spec(engine: str | EngineSpec) -> EngineSpec:
-    """The specification of this name; a specification is returned unchanged."""
+    """The specification of this name; a specification is returned unchanged.
+
+    Args:
+        engine: A name, or a specification.
+
+    Returns:
+        The specification.
+
+    Raises:
+        ValueError: If it is neither.
+    """
     if isinstance(engine, EngineSpec):
         return engine
     if not isinstance(engine, str) or engine not in ENGINES:

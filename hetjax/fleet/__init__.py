@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hetjax.fleet.distributed import ProcessInfo, initialize, leave
+    from hetjax.fleet.distributed import initialize, leave
 
-__all__ = ["ProcessInfo", "initialize", "leave"]
+__all__ = ["initialize", "leave"]
 
 
 def __getattr__(name: str) -> Any:

@@ -55,6 +55,9 @@ class Limits:
             the longest.
         bucket: The bucket of the step's samples.
         rate_W: Expected relative speed of each worker, for plans before the first timing. None: all alike.
+
+    Raises:
+        ValueError: If the arrays do not fit each other, or if a value is out of its range.
     """
 
     capacity_W: np.ndarray

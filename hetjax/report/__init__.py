@@ -4,7 +4,7 @@ from hetjax.report.display import Display
 from hetjax.report.hooks import Follow, Progress
 from hetjax.report.page import ReportFiles, report
 from hetjax.report.run_folder import read_run
-from hetjax.report.trackers import Composite, JsonlTracker, Row, TensorBoardTracker, Tracker, write_json
+from hetjax.report.trackers import Composite, JsonlTracker, TensorBoardTracker, Tracker, write_json
 
 __all__ = [
     "Composite",
@@ -13,7 +13,6 @@ __all__ = [
     "JsonlTracker",
     "Progress",
     "ReportFiles",
-    "Row",
     "TensorBoardTracker",
     "Tracker",
     "read_run",

@@ -196,7 +196,12 @@ def _image(svg: bytes, description: str) -> str:
 
 @dataclass(frozen=True)
 class ReportFiles:
-    """Paths of the files written by `report`."""
+    """Paths of the files written by `report`.
+
+    Attributes:
+        figures: The figures.
+        page: The page, in HTML.
+    """
 
     figures: tuple[Path, ...]
     page: Path

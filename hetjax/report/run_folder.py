@@ -85,7 +85,18 @@ def find_runs(folder: str | Path) -> list[Path]:
 
 
 def read_run(folder: str | Path, name: str | None = None) -> RecordedRun:
-    """Read the run in this folder; a truncated or unreadable line costs that line and adds a warning."""
+    """Read a recorded run; a truncated or unreadable line costs that line and adds a warning.
+
+    Args:
+        folder: The --out folder of the run.
+        name: Name of the run in reports. Default: that of the folder.
+
+    Returns:
+        The run.
+
+    Raises:
+        FileNotFoundError: If the folder has no metrics.
+    """
     folder = Path(folder)
     path = folder / METRICS
     if not path.is_file():

@@ -31,7 +31,11 @@ class Tracker(Protocol):
 
 
 class Composite:
-    """Several trackers as one, called in the given order."""
+    """Several trackers as one.
+
+    Args:
+        *trackers: The trackers, in the order in which they are called.
+    """
 
     def __init__(self, *trackers: Tracker):
         self.trackers = trackers
@@ -78,7 +82,11 @@ def scalars(row: Row, prefix: str = "") -> Iterator[tuple[str, float]]:
 
 
 class TensorBoardTracker:
-    """Writes every number as a TensorBoard scalar, those of the summary under summary/, and its text as a table."""
+    """Writes every number as a TensorBoard scalar, those of the summary under summary/, and its text as a table.
+
+    Args:
+        folder: Folder of the event files.
+    """
 
     def __init__(self, folder: str | Path):
         package = optional_package("tensorboardX", "Writing TensorBoard events", "'hetjax[track]'")
@@ -191,7 +199,12 @@ class JsonlTracker:
 
 
 def write_json(path: Path, values: Row) -> None:
-    """Write a JSON file atomically."""
+    """Write a JSON file atomically.
+
+    Args:
+        path: The file.
+        values: Its content.
+    """
     draft = path.with_name(path.name + ".draft")
     draft.write_text(json.dumps(plain(values), indent=2) + "\n", encoding="utf-8")
     os.replace(draft, path)

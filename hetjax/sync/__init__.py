@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from hetjax.arguments import current_name
-from hetjax.reduce.update import UpdateRule
 from hetjax.sync.allreduce import AllReduce
-from hetjax.sync.base import Sync, SyncContext
+from hetjax.sync.base import Sync
 from hetjax.sync.daso import Daso
 from hetjax.sync.decentralized import Decentralized
 from hetjax.sync.hogbatch import AdaptiveHogbatch, AdaptiveSgd, Asynchronous, Hogbatch
@@ -31,6 +30,9 @@ def make(name: str, **options: Any) -> Sync:
         name: a key of `REGISTRY`, or one of its former spellings.
         **options: arguments of the sync's constructor.
 
+    Returns:
+        The sync.
+
     Raises:
         ValueError: If there is no sync of this name.
     """
@@ -51,7 +53,5 @@ __all__ = [
     "Decentralized",
     "Hogbatch",
     "Sync",
-    "SyncContext",
-    "UpdateRule",
     "make",
 ]

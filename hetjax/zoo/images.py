@@ -18,7 +18,16 @@ from hetjax.zoo.layers import ComputeDtype, Dropout, GroupNorm, at_least_float32
 
 
 class MLP(nnx.Module):
-    """A multi-layer perceptron with relu on flattened inputs."""
+    """A multi-layer perceptron with relu on flattened inputs.
+
+    Args:
+        input_shape: Shape of one input.
+        classes: Number of logits.
+        hidden: Widths of the hidden layers.
+        dropout: Rate of dropout after each of them.
+        dtype: dtype of the computation. Default: that of the parameters.
+        rngs: Initialize the parameters.
+    """
 
     def __init__(
         self,
@@ -47,6 +56,18 @@ class CNN(nnx.Module):
     """For each width a 3x3 convolution, relu and 2x2 max-pooling; then a hidden dense layer and the logits.
 
     With the default widths, for images [height, width, channels] of at least 4x4 pixels.
+
+    Args:
+        input_shape: (height, width, channels).
+        classes: Number of logits.
+        widths: Features of the convolutions.
+        hidden: Width of the dense layer.
+        dropout: Rate of dropout after it.
+        dtype: dtype of the computation. Default: that of the parameters.
+        rngs: Initialize the parameters.
+
+    Raises:
+        ValueError: If the images are too small.
     """
 
     def __init__(

@@ -31,14 +31,31 @@ class Score(NamedTuple):
 
 
 def classification(logits_C: jax.Array, label: jax.Array) -> Score:
-    """Cross-entropy -log softmax(logits)[label]; weight 1."""
+    """Cross-entropy -log softmax(logits)[label].
+
+    Args:
+        logits_C: Logits of one sample.
+        label: Its class.
+
+    Returns:
+        The score, of weight 1.
+    """
     loss = -jax.nn.log_softmax(logits_C)[label]
     correct = (jnp.argmax(logits_C) == label).astype(loss.dtype)
     return Score(loss, jnp.ones_like(loss), correct)
 
 
 def next_token(logits_TxV: jax.Array, targets_T: jax.Array, weights_T: jax.Array) -> Score:
-    """Weighted sum over the tokens of a window of -log softmax(logits)[target]; weight sum(weights)."""
+    """Weighted sum over the tokens of a window of -log softmax(logits)[target].
+
+    Args:
+        logits_TxV: Logits of each token.
+        targets_T: The tokens that follow.
+        weights_T: Weight of each of them.
+
+    Returns:
+        The score, of weight sum(weights).
+    """
     loss_T = -jnp.take_along_axis(jax.nn.log_softmax(logits_TxV), targets_T[:, None], axis=-1)[:, 0]
     correct_T = (jnp.argmax(logits_TxV, axis=-1) == targets_T).astype(loss_T.dtype)
     return Score(jnp.sum(weights_T * loss_T), jnp.sum(weights_T), jnp.sum(weights_T * correct_T))
@@ -48,9 +65,22 @@ MODELS: dict[str, Any] = {"mlp": MLP, "cnn": CNN, "resnet": ResNet, "transformer
 
 
 def make_model(name: str, description: Description, rngs: nnx.Rngs, **options: Any) -> nnx.Module:
-    """Make a model for samples like `description`; `options` go to its constructor (dtype, dropout, width, ...).
+    """Make a model for the samples of a source.
 
     Every model takes one input and optional `rngs` for dropout, and returns logits in float32 or wider.
+
+    Args:
+        name: mlp, cnn, resnet or transformer.
+        description: What the samples are like.
+        rngs: Initialize the parameters.
+        **options: Options of its constructor: dtype, dropout, width and others.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: If the model has no such option.
+        ValueError: If there is no such model, or if it cannot take such samples.
     """
     if name not in MODELS:
         raise ValueError(f"There is no model {name!r}. Expected one of {', '.join(MODELS)}.")

@@ -49,7 +49,21 @@ class TransformerBlock(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Logits [tokens, vocab] of the next token for ONE sequence [tokens]; use jax.vmap for a batch."""
+    """Logits [tokens, vocab] of the next token for ONE sequence [tokens]; use jax.vmap for a batch.
+
+    Args:
+        window: Maximum number of tokens.
+        vocab: Number of distinct tokens.
+        width: Features of each token.
+        depth: Number of blocks.
+        heads: Attention heads of a block; they divide the width.
+        dropout: Rate of dropout.
+        dtype: dtype of the computation. Default: that of the parameters.
+        rngs: Initialize the parameters.
+
+    Raises:
+        ValueError: If the heads do not divide the width.
+    """
 
     def __init__(
         self,

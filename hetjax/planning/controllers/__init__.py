@@ -21,6 +21,9 @@ def make(name: str, **options: Any) -> Controller:
         name: A key of `REGISTRY`. The shares of `fixed` may follow a colon: 'fixed:4,2,1,1'.
         **options: Arguments of its constructor.
 
+    Returns:
+        The controller.
+
     Raises:
         ValueError: If there is no controller of this name, or if `fixed` has no shares.
     """
@@ -36,6 +39,12 @@ def make(name: str, **options: Any) -> Controller:
 
 def resolve(controller: str | Controller) -> Controller:
     """Return the controller itself, or create the one of this name.
+
+    Args:
+        controller: A name, as in `make`, or a controller.
+
+    Returns:
+        The controller.
 
     Raises:
         TypeError: If it is neither a name nor an object of the `Controller` protocol.
@@ -55,18 +64,8 @@ __all__ = [
     "REGISTRY",
     "Balanced",
     "Controller",
-    "Dbs",
-    "Dp",
-    "Edp",
-    "Equal",
-    "Fixed",
-    "Lbb",
-    "Lbbsp",
     "Observation",
-    "Oracle",
     "Plan",
-    "Proportional",
-    "Static",
     "make",
     "resolve",
 ]

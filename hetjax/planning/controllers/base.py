@@ -20,14 +20,22 @@ from hetjax.planning.rounding import allowed, largest_remainder
 
 @dataclass(frozen=True)
 class Plan:
-    """The counts of one step, and the reason for them."""
+    """The counts of one step, and the reason for them.
 
-    counts_W: np.ndarray  # int64, sums to the batch of the step
-    changed: bool = False  # differs from the plan of the last full step
-    reason: str = ""  # for the log: "first plan", "worker 2 holds up the others: predicted gain 18%"
-    # a_i of a step's gradient sum_i a_i g_i, g_i the mean of worker i; None: a_i = b_i / B, which is unbiased
+    Attributes:
+        counts_W: Samples of each worker, int64; they sum to the batch of the step.
+        changed: Whether the plan differs from that of the last full step.
+        reason: For the log: "first plan", "worker 2 holds up the others: predicted gain 18%".
+        mean_weights_W: a_i of the step's gradient sum_i a_i g_i, g_i the mean of worker i; None: a_i = b_i / B, which
+            is unbiased.
+        benched_W: Workers that leave the exchange, too (`hetjax.planning.bench`).
+    """
+
+    counts_W: np.ndarray
+    changed: bool = False
+    reason: str = ""
     mean_weights_W: np.ndarray | None = None
-    benched_W: np.ndarray | None = None  # workers that leave the exchange, too (`hetjax.planning.bench`)
+    benched_W: np.ndarray | None = None
 
     @cached_property
     def weights_W(self) -> np.ndarray | None:
@@ -55,14 +63,23 @@ class Plan:
 
 @dataclass(frozen=True)
 class Observation:
-    """The timings of one finished step. Every process receives the same numbers in the same order."""
+    """The timings of one finished step. Every process receives the same numbers in the same order.
 
-    counts_W: np.ndarray  # int64, samples
-    work_W: np.ndarray  # float64, Limits.work(counts_W) at the time of the step
-    times_W: np.ndarray  # float64 seconds, rounded to 1 microsecond; NaN where there is no valid timing
+    Attributes:
+        counts_W: Samples of each worker, int64.
+        work_W: `Limits.work(counts_W)` at the time of the step, float64.
+        times_W: Seconds, float64, rounded to 1 microsecond; NaN where there is no valid timing.
+        epoch: Epoch of the step.
+        step: Number of the step.
+        seconds_before: Seconds of the whole step before this one, exchange included; NaN if not timed.
+    """
+
+    counts_W: np.ndarray
+    work_W: np.ndarray
+    times_W: np.ndarray
     epoch: int = 0
     step: int = 0
-    seconds_before: float = float("nan")  # of the whole step before this one, exchange included; NaN: not timed
+    seconds_before: float = float("nan")
 
     @property
     def valid_W(self) -> np.ndarray:

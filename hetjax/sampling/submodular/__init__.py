@@ -3,6 +3,6 @@
 from hetjax.sampling.submodular.features import flat_features, principal_components
 from hetjax.sampling.submodular.greedy import RULES, submodular_blocks
 from hetjax.sampling.submodular.objectives import OBJECTIVES
-from hetjax.sampling.submodular.recut import Recut, recut
+from hetjax.sampling.submodular.recut import recut
 
-__all__ = ["OBJECTIVES", "RULES", "Recut", "flat_features", "principal_components", "recut", "submodular_blocks"]
+__all__ = ["OBJECTIVES", "RULES", "flat_features", "principal_components", "recut", "submodular_blocks"]

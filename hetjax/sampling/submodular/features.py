@@ -12,7 +12,19 @@ _ROWS = 4096  # per chunk
 
 
 def flat_features(values: np.ndarray, what: str = "The features") -> np.ndarray:
-    """Flatten samples to rows of float32; raise unless all values are finite numbers."""
+    """Flatten samples to rows of float32.
+
+    Args:
+        values: One row per sample, of any shape.
+        what: What the values are, for errors.
+
+    Returns:
+        float32 [D, F].
+
+    Raises:
+        TypeError: If the values are not numbers, one row per sample.
+        ValueError: If a value is not finite.
+    """
     values = np.asarray(values)
     if values.ndim == 0 or values.dtype.kind not in "iufb":
         raise TypeError(f"{what} are {values.dtype} of shape {values.shape}; expected numbers, one row per sample.")
@@ -24,7 +36,18 @@ def flat_features(values: np.ndarray, what: str = "The features") -> np.ndarray:
 
 
 def principal_components(features_DxF: np.ndarray, components: int) -> np.ndarray:
-    """Project the centered samples onto the directions of largest variance: float32 [D, components]."""
+    """Project the centered samples onto the directions of largest variance.
+
+    Args:
+        features_DxF: Features, one row per sample.
+        components: Number of directions.
+
+    Returns:
+        float32 [D, components].
+
+    Raises:
+        ValueError: If there are no components, or too many features.
+    """
     width = features_DxF.shape[1]
     if components < 1:
         raise ValueError(f"components is {components}; expected at least 1 principal component.")

@@ -64,6 +64,9 @@ def recut(
         rule: For the partition from scratch.
         against_fresh: Also partition from scratch, to compare f; takes the full time of that.
         progress: Called with the number of samples assigned since the last call.
+
+    Returns:
+        The new blocks, and what moved.
     """
     features_DxF, rates_W = flat_features(features_DxF), validate_rates(rates_W)
     _check(blocks, features_DxF, rates_W)

@@ -24,8 +24,7 @@ A worker that raises, hangs or dies is dropped; its ranges return to the pool. f
 options and defaults, set-up, and resuming.
 """
 
-from hetjax.sync.hogbatch.coordinator import AppliedUpdate
 from hetjax.sync.hogbatch.family import AdaptiveHogbatch, AdaptiveSgd, Asynchronous, Hogbatch
 from hetjax.sync.hogbatch.virtual import VirtualSchedule
 
-__all__ = ["AdaptiveHogbatch", "AdaptiveSgd", "AppliedUpdate", "Asynchronous", "Hogbatch", "VirtualSchedule"]
+__all__ = ["AdaptiveHogbatch", "AdaptiveSgd", "Asynchronous", "Hogbatch", "VirtualSchedule"]
