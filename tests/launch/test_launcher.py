@@ -114,14 +114,16 @@ def test_a_peer_that_fails_before_the_killed_process_is_reaped_is_not_blamed(san
     ["SIGINT SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow), pytest.param("SIGTERM", marks=pytest.mark.slow)],
 )
 def test_signals_are_forwarded_and_all_processes_may_finish(sandbox, names):
-    """A process that exits does not stop one that is still saving, nor is there a restart."""
+    """A process that exits, and is reaped, does not stop one that is still saving, nor is there a restart."""
     numbers = [signal.Signals[name] for name in names.split()]
     program = sandbox.program(
         "received = []\n"
         "for n in (signal.SIGINT, signal.SIGTERM): signal.signal(n, lambda n, f: received.append(n))\n"
         f"open(f'ready-{{rank}}', 'w').close()\nwhile len(received) < {len(numbers)}: time.sleep(0.01)\n"
-        "if rank == 0:\n    while not os.path.exists('left-1'): time.sleep(0.01)\n    time.sleep(0.3); print('saved')\n"
-        "open(f'left-{rank}', 'w').close(); print(*(signal.Signals(n).name for n in received)); sys.exit(130)"
+        "if rank == 0:\n    while not os.path.islink('left-1'): time.sleep(0.01)\n"
+        "    while os.path.exists('/proc/' + os.readlink('left-1')): time.sleep(0.01)\n    print('saved')\n"
+        "os.symlink(str(os.getpid()), f'left-{rank}')\n"
+        "print(*(signal.Signals(n).name for n in received)); sys.exit(130)"
     )
     launcher = sandbox.start("--processes", 2, "--restart", 5, "--", program)
     sandbox.wait_for_files("ready", 2)
