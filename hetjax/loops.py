@@ -122,13 +122,16 @@ def _run(
         history.more["wire"] = wire
     restore = next((hook.restore for hook in hooks if hasattr(hook, "restore")), lambda like: like)
     with Recorder(history, hooks, step.simulation) as recorder:
+        lost: StateLost | None = None
         while True:
             try:
+                if lost is not None:
+                    assert step.recovery is not None
+                    live = step.recovery.go_back(lost, lambda: restore(start))
                 state = _to_the_end(step, live, advance, recorder)
                 break
-            except StateLost as lost:
-                assert step.recovery is not None
-                live = step.recovery.go_back(lost, lambda: restore(start))
+            except StateLost as error:
+                lost = error
         recorder.finish(history.own_rates(), waited())
         if step.bench is not None and step.bench.events:
             history.more["benched"] = list(step.bench.events)
@@ -144,11 +147,20 @@ def _to_the_end(step: Step, live: LiveState, advance: Advance, recorder: Recorde
         if step.requests.leave and step.recovery is not None:
             step.recovery.leave()
         before, (live, record) = live, made
-        if record is not None:
-            recorder.add(record, before.view())
-    if (record := step.flush()) is not None:
-        recorder.add(record, live.view())
+        record = _added(step, recorder, record, before)
+    _added(step, recorder, step.flush(), live)
     return live.whole()
+
+
+def _added(step: Step, recorder: Recorder, record: Record | None, live: LiveState) -> Record | None:
+    """Add a record to the history and call the hooks; returns it, if they were called."""
+    if record is None:
+        return None
+    if step.recovery is not None and record.step <= step.recovery.read + 1:  # others do not call theirs again
+        recorder.append(record)
+        return None
+    recorder.add(record, live.view())
+    return record
 
 
 @contextmanager

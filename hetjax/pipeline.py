@@ -98,7 +98,8 @@ class Pipeline:
         self._summed: tuple[PlannedStep, Any] | None = None  # with its tail, or its report
         self.recovery: Any = None  # where members may be lost (`hetjax.recovery`)
         self.last: tuple[PlannedStep, Any] | None = None  # there: the last step made, and its tail
-        self._handed_out = -1  # the last step whose report was returned
+        self.handed_out = -1  # the last step whose report was returned
+        self._asked: dict[int, tuple[bool, bool]] = {}  # requests of stop and save by step, for when it is done again
         self.ended: float | None = None  # when the sum of the last step was dispatched
         self._seconds: float | None = None  # between the last two of these; None: not timed
 
@@ -211,11 +212,19 @@ class Pipeline:
         """Read the last report now, without learning from timings of former members."""
         if self._summed is not None and not isinstance(self._summed[1], StepReport):
             step, tail = self._summed
-            self._summed = step, StepReport.read(self.reduce.layout, tail, len(step.plan.counts_W))  # type: ignore
+            self._summed = step, self.report_of(step, tail)
 
-    def summed_already(self, step: PlannedStep | None, report: StepReport | None) -> None:
-        """Set the report of a step that other members have made; None: it is done again."""
-        self._summed = None if step is None else (step, report)
+    def summed_already(self, step: PlannedStep, tail: np.ndarray) -> None:
+        """Take over a step that other members have made."""
+        self._summed, self.last = (step, self.report_of(step, tail)), (step, tail)
+
+    def report_of(self, step: PlannedStep, tail: np.ndarray) -> StepReport:
+        """Read the tail of a step, without learning from it."""
+        return StepReport.read(self.session.layout, tail, len(step.plan.counts_W))
+
+    def forget(self) -> None:
+        """Drop the last report: its step is done again."""
+        self._summed = None
 
     def settled(self, core: Any, made: int) -> None:
         """Go on from a state that all members have."""
@@ -233,6 +242,7 @@ class Pipeline:
         """
         if self.recovery is None:
             return self._state(step, cursor, extent)
+        self.reach(step)
         whole = lambda: self.recovery.run(lambda: self._state(step, cursor, "state"))
         if extent == "view":
             view = self._state(step, cursor, extent)
@@ -240,9 +250,13 @@ class Pipeline:
             return replace(view, opt_state=later(view.opt_state), ema=later(view.ema))
         return self.recovery.run(lambda: self._state(step, cursor, extent))
 
-    def _state(self, step: int, cursor: int, extent: str) -> State:
+    def reach(self, step: int) -> None:
+        """Wait for this step if it is the running one."""
         if step == self.made + 1:
             self.complete()
+
+    def _state(self, step: int, cursor: int, extent: str) -> State:
+        self.reach(step)
         if step != self.made:
             raise ValueError(
                 f"The state after step {step} is gone: it was given to a step, which reuses its buffers. Use the state "
@@ -307,14 +321,20 @@ class Pipeline:
             counts_W, epoch = step.plan.counts_W, step.span.epoch
             before = float(report.before_W[np.argmax(counts_W > 0)])  # by one clock for all processes
             self.learn(Observation(counts_W, step.work_W, np.round(times_W, 6), epoch, step.number, before))
-        if self.recovery is not None and step.number <= self._handed_out:
+        if self.recovery is not None and step.number <= self.handed_out:
             return None  # it was done again
-        self._handed_out = step.number
+        self.handed_out, self._asked[step.number] = step.number, (report.stop, report.save)
         return step, report
 
     def _slots(self, running: _Running, results: Sequence[LocalResult]) -> list[list[float]]:
-        plan, timed = running.step.plan, running.timed and not self._compiling
-        stop, save = self.requests.stop, self.requests.take_save()
+        plan, number = running.step.plan, running.step.number
+        timed = running.timed and not self._compiling
+        if number not in self._asked:
+            save = number > self.handed_out and self.requests.take_save()  # otherwise its record is not read again
+            self._asked = {k: asked for k, asked in self._asked.items() if k >= number - 1}
+            self._asked[number] = self.requests.stop, save
+        stop, save = self._asked[number]
+        entry = 0 if self.recovery is None else self.recovery.link.entry
         return [
             own_slots(
                 result.seconds if timed and result.as_planned and plan.counts_W[i] > 0 else None,
@@ -324,6 +344,7 @@ class Pipeline:
                 save,
                 running.left,
                 self._seconds,
+                entry,
             )
             for i, result in zip(self.session.engine.workers.local, results, strict=True)
         ]

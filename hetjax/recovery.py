@@ -8,6 +8,10 @@ another one, enters the next generation and settles with the others:
     3  workers, prices, controller and the owners of pieces follow the members
     4  steps that some had made, or started, are done again with the same samples
 
+Members are lost at any time. Others are let in before the sum of a step, the same one in all members: each announces
+the generation that lets them in with its sums, and when all have announced it, all enter it before the next sum. So
+whoever joins finds the others neither evaluating nor saving, nor about to do so after a step that it has not made.
+
 A step that one member has made is thus taken over by the others, or if a piece of it is lost with its holders, done
 again by all. The state before a step is kept until all have made it, so there is always one to go back to.
 
@@ -31,12 +35,13 @@ from hetjax.data.batches import HostBatch
 from hetjax.fleet.elastic import GenerationChanged
 from hetjax.pipeline import Pipeline
 from hetjax.planning.controllers.base import Plan
-from hetjax.reduce.layout import LEAVING, StepReport
+from hetjax.reduce.layout import LEAVING
 from hetjax.sampling.order import PlannedStep, Span
 from hetjax.state import LiveState, State
 
 log = logging.getLogger("hetjax")
 T = TypeVar("T")
+_LOST = "The optimizer state of some parameters was lost with all members that held it."
 Row = Mapping[str, Any]  # what a member says of itself
 
 
@@ -80,7 +85,10 @@ class Recovery:
         self._reported = 0  # number of them that a record has named
         self.stop = ""  # why the run ends early
         self.terms: dict[str, Any] = {}  # of the training loop, the same for all members
-        self._new = True  # has not settled with the others yet
+        self._settled: Any = None  # the last generation in which all was settled
+        self._new = True  # has not settled with the others since the start, or since it went back
+        self._fits = 0  # number of times that this run has begun; 0: not settled with others yet
+        self.read = -1  # the last step whose record a member had read before all went back, or this one joined
         self._kept: dict[int, _Kept] = {}  # by step
         self._cursors: dict[int, int] = {}  # by number of steps made
         self._members_W = [[link.number, i] for i in range(len(step.workers.own))]
@@ -106,6 +114,7 @@ class Recovery:
             The cursor from which all go on.
         """
         self.pipeline, self.terms, self._new = pipeline, dict(terms), True
+        self._fits += self._fits > 0
         self._kept, self._cursors = {}, {pipeline.made: cursor}
         pipeline.recovery = self
         alike = {name.replace("_", " "): str(value) for name, value in self.step.alike().items()}
@@ -115,6 +124,8 @@ class Recovery:
 
     def complete(self, work: Callable[[], None]) -> None:
         """Complete a step; again in the next generation, if the membership changes."""
+        if not self._inside and self._entry_agreed:
+            self._settle()
         while True:
             try:
                 work()
@@ -127,6 +138,14 @@ class Recovery:
     def _made(self) -> int:
         assert self.pipeline is not None
         return self.pipeline.made
+
+    @property
+    def _entry_agreed(self) -> bool:
+        """Whether all members have announced, with the last step, the generation that lets others in."""
+        pipeline, entry = self.pipeline, self.link.entry
+        if pipeline is None or pipeline.last is None or not entry:
+            return False
+        return bool((pipeline.report_of(*pipeline.last).entry_W == entry).all())
 
     def run(self, work: Callable[[], T]) -> T:
         """Do something that all members do, outside of steps; it has ended when all have done it."""
@@ -170,7 +189,7 @@ class Recovery:
     def go_back(self, lost: StateLost, restore: Callable[[], State]) -> LiveState:
         """Go on from an earlier state, in the same processes and with the same programs.
 
-        Steps that are done again give no second record.
+        Steps that are done again give no second record; hooks are not called for one that others have read before.
 
         Args:
             lost: why.
@@ -178,11 +197,16 @@ class Recovery:
 
         Returns:
             The state on the devices.
+
+        Raises:
+            StateLost: if members that have to go back once more were lost meanwhile.
         """
         pipeline = self.pipeline
         assert pipeline is not None
         while True:
             try:
+                while not all(row["lost"] for row in processes.gather({"lost": True})):
+                    pass  # the others find out
                 state = restore()
                 break
             except GenerationChanged:
@@ -221,7 +245,7 @@ class Recovery:
 
     def _settle(self, enter: bool = True) -> None:
         """Go on with the members of the next generation; `enter`: not yet entered."""
-        pipeline, before = self.pipeline, self.link.entered
+        pipeline = self.pipeline
         assert pipeline is not None
         began = pipeline.ended or time.perf_counter()
         wanted, finished = pipeline.next, pipeline.made
@@ -234,10 +258,11 @@ class Recovery:
                 self._repeat(wanted, finished)
                 break
             except GenerationChanged:
-                enter = True
+                enter, running = True, pipeline.abandon() or running  # one that was started again
         generation = self.link.entered
         assert generation is not None
-        if before is not generation:
+        if self._settled is not generation:
+            self._settled = generation
             seconds = time.perf_counter() - began
             numbers = list(generation.numbers)
             self.events.append({"step": pipeline.made, "generation": generation.number, "members": numbers,
@@ -259,7 +284,10 @@ class Recovery:
         assert pipeline is not None
         reduce = self._reduce
         held = reduce.held(pipeline.core, pipeline.made)
-        rows: list[Row] = processes.gather(self._row(held))
+        rows = self._meet(held)
+        if max(row["fits"] for row in rows) > self._fits > 0:  # all but this one knew that all were done
+            self._collectives, self._done = self._collectives + 1, False
+            return
         presets.check_rows(rows, self.link.index)
         base = [p for p, row in enumerate(rows) if not row["new"]] or list(range(len(rows)))
         found = _Found.of(rows, base, len(reduce.pieces) if held is not None else 0)
@@ -269,15 +297,6 @@ class Recovery:
         core, me = pipeline.core, found.mine(self.link.index)
         if me is not None and me < pipeline.made:
             core = reduce.before
-        taken_over = found.step == pipeline.made + 1 and running is not None
-        if taken_over:
-            assert running is not None
-            report = StepReport.read(reduce.layout, found.tail(reduce.layout.dtype), len(running.plan.counts_W))
-            pipeline.summed_already(running, report)
-        elif found.step < pipeline.made or self._new:
-            pipeline.summed_already(None, None)
-        else:
-            pipeline.read_already()
         room_P = np.array([row["room"] for row in rows])
         pieces = {} if held is None or me is None else held.get(me, {})
         core = reduce.settle(core, workers, room_P, pieces, found.fresh, found.have_K)
@@ -286,14 +305,33 @@ class Recovery:
         self._cursors[found.step] = next(row["cursors"][str(found.step)] for row in (rows[p] for p in base)
                                          if str(found.step) in row["cursors"])  # fmt: skip
         self.terms = dict(rows[source]["terms"])
+        if found.step == pipeline.made + 1 and running is not None:
+            pipeline.summed_already(running, found.tail(reduce.layout.dtype))
+        elif found.step < pipeline.made or self._new:
+            pipeline.forget()
+        else:
+            pipeline.read_already()
         pipeline.settled(core, found.step)
-        self.link.step, self._new = found.step, False
+        if self._new:
+            self.read = max(row["handed_out"] for row in rows)
+            pipeline.handed_out = pipeline.handed_out if self._fits else self.read
+        self.link.step, self._new, self._fits = found.step, False, max(1, *(row["fits"] for row in rows))
         if self._inside:
             ahead = [row["collectives"] > self._collectives for row in rows if not row["new"]]
             done = [row["collectives"] == self._collectives and row["done"] for row in rows if not row["new"]]
-            self._collectives += any(ahead) or all(done)
+            if any(ahead) or all(done):
+                self._collectives, self._done = self._collectives + 1, False
         else:
             self._collectives = max(rows[p]["collectives"] for p in base)
+
+    def _meet(self, held: Mapping[int, Mapping[int, Any]] | None) -> list[Row]:
+        """What all members say of themselves, once those that begin another run are not ahead of others."""
+        while True:
+            rows: list[Row] = processes.gather(self._row(held))
+            if any(row["lost"] for row in rows):
+                raise StateLost(_LOST)
+            if all(row["fits"] >= self._fits for row in rows if row["fits"]):
+                return rows
 
     def _row(self, held: Mapping[int, Mapping[int, Any]] | None) -> dict[str, Any]:
         """What this member says of itself, as JSON values."""
@@ -306,6 +344,9 @@ class Recovery:
             "engines": step.sessions.offers(),
             "room": reduce.room,
             "new": self._new,
+            "lost": False,  # has no state any more
+            "fits": self._fits,
+            "handed_out": pipeline.handed_out,
             "made": pipeline.made,
             "vectors": [pipeline.made, *([pipeline.made - 1] if reduce.before is not None else [])],
             "pieces": {str(made): sorted(pieces) for made, pieces in (held or {}).items()},
@@ -359,11 +400,7 @@ class _Found:
             have_K = [[p for p in base if k in rows[p]["pieces"].get(str(at[p]), ())] for k in range(pieces)]
             if fresh and all(have_K):
                 return cls(step, rows, fresh, have_K, shifted if step == newest else frozenset())
-        lost = [row["number"] for row in rows]
-        raise StateLost(
-            f"The optimizer state of some parameters was lost with all members that held it; members "
-            f"{', '.join(map(str, lost))} are left."
-        )
+        raise StateLost(_LOST)
 
     def mine(self, process: int) -> int | None:
         """Which of the states that a process holds is the one to go on from, by its steps; None: it has none."""

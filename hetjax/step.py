@@ -355,7 +355,7 @@ class Step:
 
         if self.recovery is None:
             return run()
-        batches = list(batches)  # may be needed again
+        batches = self._ready(state, batches)
         return self.recovery.run(run)
 
     def predict(self, state: AnyState, batches: Iterable[Any], *, samples: Sequence[Tree] = ()) -> Tree:
@@ -382,7 +382,7 @@ class Step:
 
         if self.recovery is None:
             return run()
-        batches = list(batches)  # may be needed again
+        batches = self._ready(state, batches)
         return self.recovery.run(run)
 
     def export(self, state: AnyState) -> State:
@@ -425,6 +425,12 @@ class Step:
             ValueError: if batch size or seed differ from the saved ones.
         """
         return load_plans(self, self.sync, saved, state)
+
+    def _ready(self, state: AnyState, batches: Iterable[Any]) -> list[Any]:
+        """The batches, which may be needed again; waits for the running step if the state is the one after it."""
+        if isinstance(state, LiveState):
+            state.pipeline.reach(state.step)
+        return list(batches)
 
     def _read(self, state: AnyState) -> State:
         """The state with what is evaluated; collective where processes hold it in slices."""

@@ -1,9 +1,10 @@
 """The carrier of an elastic fleet: exchanges between whatever members the present generation has.
 
 Every message carries the generation it belongs to; messages of earlier ones are dropped, those of the next one wait
-until this process has entered it. As soon as a newer generation is proposed, the thread confirms it, and whatever still
-exchanges something in the old one ends with `GenerationChanged`. Nothing of an old generation is read after that, so
-the others may go on.
+until this process has entered it. As soon as a newer generation is proposed in which somebody is missing, the thread
+confirms it, and whatever still exchanges something in the old one ends with `GenerationChanged`. Nothing of an old
+generation is read after that, so the others may go on. One that lets others in (`entry`) is entered between two steps,
+the same in all members: `hetjax.recovery` decides when.
 
 Before its first generation a process is alone: it compiles, and joins the others when it is ready.
 """
@@ -20,7 +21,7 @@ from typing import Any
 import zmq
 
 from hetjax.fleet.carrier import Carrier, MessageKey
-from hetjax.fleet.channel import Buffer, Channel, Mail
+from hetjax.fleet.channel import Buffer, Mail
 from hetjax.fleet.generations import Generation, Superseded
 from hetjax.fleet.protocol import BYE, unpacked
 from hetjax.fleet.pulse import Pulse
@@ -31,7 +32,7 @@ from hetjax.fleet.sockets import Sockets, local_address
 log = logging.getLogger("hetjax")
 
 _LOOK = 0.02  # seconds between looks at the registration while a message is awaited
-_PER_GENERATION = 2**16  # channels that are opened in one generation
+_PER_MEETING = 2**8  # channels that are opened between two gathers
 _MOST_EARLY = 2**16  # messages kept of members that have entered the next generation before this one
 
 
@@ -72,7 +73,6 @@ class ElasticCarrier(Carrier):
         self.entered: Generation | None = None
         self._confirmed = 0  # newest generation: nothing of an older one is read or sent any more
         self._suspected: dict[int, float] = {}
-        self._opened: list[Channel] = []
         self._sockets = Sockets(key)
         self.registration: Registration | None = None
         try:
@@ -134,10 +134,10 @@ class ElasticCarrier(Carrier):
             self.table = [dict(member.description) for member in generation.members]
             self._connect_others(addresses)
             self.entered, self._token, self.generation = generation, generation.token, generation.number
-            for channel in self._opened:
-                channel.round = 0
-            self._channels = itertools.count(generation.number * _PER_GENERATION % 2**31)
+            self._control.round = 0
         self._wake_thread()  # files what came early
+        assert self.registration is not None
+        self.registration.enter(generation.number)
 
     def _confirm(self, generation: Generation) -> None:
         with self._arrived:
@@ -148,17 +148,29 @@ class ElasticCarrier(Carrier):
         assert self.registration is not None
         self.registration.confirm(generation.number, self.step)
 
+    def _lets_in(self, generation: Generation) -> bool:
+        return self.entered is not None and not set(generation.numbers) <= set(self.entered.numbers)
+
+    @property
+    def entry(self) -> int:
+        """Number of the newest generation, if it lets others in and was not confirmed yet; otherwise 0."""
+        newest = None if self.registration is None else self.registration.newest
+        return newest.number if newest and newest.number > self._confirmed and self._lets_in(newest) else 0
+
     def _check_generation(self) -> None:
         if self._confirmed > self.generation:
             raise GenerationChanged(f"Generation {self._confirmed} was proposed.")
 
     # -- messages --
 
-    def channel(self) -> Channel:
-        """A new channel; all members open theirs in the same order, counted from the start of the generation."""
-        channel = super().channel()
-        self._opened.append(channel)
-        return channel
+    def gather(self, content: bytes, limit: float | None = None) -> list[bytes]:
+        """The content of every member, in their order. Collective.
+
+        Members open channels in the same order from here on, whatever each has opened before.
+        """
+        gathered = super().gather(content, limit)
+        self._channels = itertools.count(self._control.round * _PER_MEETING % 2**31)
+        return gathered
 
     def send(self, to: int, channel: int, round_: int, piece: int, buffers: Sequence[Buffer]) -> zmq.MessageTracker:
         """Send buffers to a member without copying them.
@@ -255,7 +267,7 @@ class ElasticCarrier(Carrier):
     def _check_peers(self, now: float) -> None:
         registration = self.registration
         newest = None if registration is None else registration.newest
-        if newest is not None and newest.number > self._confirmed:
+        if newest is not None and newest.number > self._confirmed and not self._lets_in(newest):
             self._confirm(newest)
         if self.entered is not None:
             early, self._early = self._early, []  # of the generation that was entered, or kept for the next one

@@ -183,7 +183,7 @@ class Registration:
         self._introduce = True
         self._in_force: Generation | None = None
         self._steps: dict[int, int] = {}
-        self._confirmed = (0, 0)
+        self._confirmed, self._entered = (0, 0), 0
         self._suspects: dict[int, str] = {}
         self._suspected_in, self._question = 0, 0
         self._alike: dict[str, Any] = {}
@@ -275,6 +275,10 @@ class Registration:
             self._confirmed = max(self._confirmed, (generation, step))
         self._line.push()
 
+    def enter(self, generation: int) -> None:
+        """Report that this process works in a generation; only when all do, others are let in."""
+        self._report(_entered=generation)
+
     def suspect(self, members: Sequence[int], reason: str) -> None:
         """Report members of the newest generation that sent nothing within a limit, or whose connection broke."""
         with self._changed:
@@ -326,7 +330,7 @@ class Registration:
                 status["suspects"] = newest, self._suspects
             if self._question:
                 status["answered"] = self._question
-            for name in ("ready", "leaving", "alike"):
+            for name in ("ready", "leaving", "alike", "entered"):
                 if value := getattr(self, f"_{name}"):
                     status[name] = value
             if self._finished is not None:

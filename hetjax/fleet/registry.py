@@ -4,6 +4,9 @@ Members send their whole status again and again, and receive the whole state; so
 is started anew, heals by itself. A change of membership is a proposal; it is in force once all its members have
 confirmed that they work in no older generation. Each generation in force shares a member with the one before, which
 has stopped working there: two can never make progress at once.
+
+A proposal either takes members out or lets others in, never both. One that lets others in waits for as long as the
+members evaluate, save, or do whatever else is not to be interrupted, and is given up for one that takes members out.
 """
 
 from __future__ import annotations
@@ -50,6 +53,7 @@ class _Known:
     finished_in: int = 0  # generation that it worked in last
     newest: int = 0  # generation that it knows
     confirmed: tuple[int, int] = (0, 0)  # generation, and its newest complete step
+    entered: int = 0  # generation that it works in
     hung: bool = False  # its launcher shall kill it
     question: int = 0  # asked because others suspect it; 0: none
     asked_at: float = 0.0
@@ -188,6 +192,7 @@ class Registry:
                 self._lose(number, refusal.removesuffix("."))
         generation, step = status.get("confirmed") or (0, 0)
         known.confirmed = (int(generation), int(step))
+        known.entered = int(status.get("entered", 0))
         if known.question and status.get("answered") == known.question:
             if newest is not None and known.asked_in == newest.number:  # it lives: only connections broke
                 self._strikes.update((accuser, number) for accuser in known.accusers)
@@ -324,23 +329,27 @@ class Registry:
         if self.stopped or not self._settled(now):
             return
         self._find_lost(now)
-        current = self.proposal or self.in_force
+        entering = self._entering()
+        current = self.in_force if entering else self.proposal or self.in_force
         if current is None:
             self._start(now)
             return
         wanted = [number for number in current.numbers if self._present(number)]
-        joiners = []
+        joiners = [number for number in entering if self._present(number)]
         if self.proposal is None and not current.stop:
             outside = [number for number in self._known if number not in current.numbers]
-            joiners = [n for n in sorted(outside) if self._known[n].ready and not self._known[n].gone]
-        lacking = [number for number in current.numbers if number not in wanted]
+            joiners = [n for n in sorted(outside) if self._known[n].ready and self._present(n)]
+        lacking = [number for number in [*current.numbers, *entering] if number not in [*wanted, *joiners]]
         needed = any(not self._finished(number) for number in lacking)
         # Some have confirmed this generation, but ended in an older one: those who work in it wait for them.
         needed = needed or (bool(wanted) and any(self._known[n].finished_in < current.number for n in lacking))
-        if self.proposal is not None:
+        if self.proposal is not None and not entering:
             needed = needed or bool(lacking)
-        if needed or joiners or self._renew:
-            self._replace(current, wanted, joiners, lacking, now)
+        out = needed or bool(self._renew)
+        over = all(self._certain(number) for number in current.numbers)
+        at_work = not entering and all(self._known[number].entered == current.number for number in wanted)
+        if out or (joiners and (over or at_work)):
+            self._replace(current, wanted, joiners, lacking, now, out)
         current = self.proposal
         if current is not None and all(self._known[n].confirmed[0] == current.number for n in current.numbers):
             self.in_force, self.proposal = current, None
@@ -351,6 +360,12 @@ class Registry:
                 self._progress = progress
                 self._strikes.clear()
             self._tell_all()
+
+    def _entering(self) -> list[int]:
+        """Processes that the proposal lets in."""
+        if self.proposal is None or self.in_force is None:
+            return []
+        return [number for number in self.proposal.numbers if number not in self.in_force.numbers]
 
     def _start(self, now: float) -> None:
         """Propose the first generation once all are there whose end was not reported."""
@@ -389,10 +404,10 @@ class Registry:
     def _find_lost(self, now: float) -> None:
         """Give up those that are silent, do not answer, do not confirm, or keep losing touch with others."""
         current = self.proposal or self.in_force
-        numbers = () if current is None else current.numbers
+        numbers, entering = () if current is None else current.numbers, self._entering()
         for number, known in list(self._known.items()):
             silent = now - known.heard > self.limits.silent
-            late = self.proposal is not None and now - self._proposed_at > self.limits.confirm
+            late = self.proposal is not None and not entering and now - self._proposed_at > self.limits.confirm
             if known.gone:
                 if (
                     silent
@@ -422,9 +437,9 @@ class Registry:
         known.gone, known.hung, known.question, known.accusers = reason, hung, 0, set()
 
     def _replace(
-        self, current: Generation, wanted: list[int], joiners: list[int], lacking: Sequence[int], now: float
+        self, current: Generation, wanted: list[int], joiners: list[int], lacking: Sequence[int], now: float, out: bool
     ) -> None:
-        """Propose another generation, or stop where too few are left."""
+        """Propose another generation, or stop where too few are left; `out`: joiners wait, as members are taken out."""
         if all(self._certain(number) for number in (self.in_force or current).numbers):
             if (wanted or joiners) and any(known.finished for known in self._known.values()):
                 self.stopped = "The run has ended."
@@ -445,6 +460,7 @@ class Registry:
         stop = current.stop
         if len(wanted) + len(joiners) < self.min_members:
             stop, joiners = _too_few(len(wanted), self.min_members), []
+        joiners = [] if out else joiners
         left = [number for number in lacking if self._known[number].gone == "left"]
         lost = [number for number in lacking if number not in left and not self._finished(number)]
         reasons = [f"Member {number} was lost: {self._known[number].gone}." for number in lost]

@@ -43,11 +43,11 @@ class OnDemand(Sequence[Any]):
 
 def own_slots(
     seconds: float | None, rows: int, checksum: int, stop: bool = False, save: bool = False, left: int = MANY,
-    before: float | None = None,
+    before: float | None = None, entry: int = 0,
 ) -> list[float]:  # fmt: skip
     """The values that the host of a worker adds to its sums, in the order of `SLOTS`."""
     us = lambda seconds: -1.0 if seconds is None else round(seconds * 1e6)
-    return [us(seconds), rows, checksum, stop, save, left, us(before)]
+    return [us(seconds), rows, checksum, stop, save, left, us(before), entry]
 
 
 class Reduce(Protocol):

@@ -76,9 +76,9 @@ class SumExchange:
         sizes = [sum(stop - start for _, start, stop in piece) for piece in self.runs]
         self.same_host = SameHost(sizes, self.dtype, turns=2 if self.seconds else 1)
 
-    def follow(self, process: int) -> None:
-        """Go on as this process of another membership."""
-        self.process, self.same_host = process, None
+    def follow(self, process: int, channel: Any) -> None:
+        """Go on as this process of another membership, over a new channel."""
+        self.process, self.channel, self.same_host = process, channel, None
         self._sent.clear()  # to members that are gone
         self._begun.clear()
 

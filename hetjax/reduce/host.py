@@ -83,10 +83,12 @@ class HostSums:
         ]
 
     def follow(self, workers: Workers, share_P: np.ndarray) -> None:
-        """Go on with the processes of another membership, whose exchanges start from round 0."""
+        """Go on with the processes of another membership; all open a new channel, as they have settled."""
         self.workers, self.me = workers, workers.process
         self.everyone = sorted(set(workers.process_W.tolist()))
-        self.exchange.follow(self.me)
+        link = processes.link()
+        assert link is not None
+        self.exchange.follow(self.me, link.channel())
         self.own(share_P)
 
     # -- who takes part --

@@ -28,7 +28,7 @@ Tree = Any
 Parts = tuple[jax.Array, ...]
 _LARGE = 2**14  # elements; copying a smaller array is cheaper than one more operand
 
-SLOTS = ("time_us", "rows", "checksum", "stop", "save", "left", "step_us", "nonfinite_level", "bad_update")
+SLOTS = ("time_us", "rows", "checksum", "stop", "save", "left", "step_us", "entry", "nonfinite_level", "bad_update")
 HOST_SLOTS = SLOTS.index("nonfinite_level")  # slots before this one are written by the host
 MANY = 2  # "two or more" batches left in a process
 LEAVING = -1  # instead: the process leaves an elastic fleet, and wants to own nothing any more
@@ -252,6 +252,7 @@ class StepReport(Means):
     save: bool  # a process requested a checkpoint of the state after this step
     left_W: np.ndarray  # batches left in each worker's process: 0, 1, or MANY
     before_W: np.ndarray  # seconds of the whole step before this one, by the clock of each worker's host; NaN: untimed
+    entry_W: np.ndarray  # generation that lets others into an elastic fleet, as each process knows it; 0: none
     nonfinite_W: np.ndarray  # workers whose loss or gradient was NaN or infinite
     bad_update_W: np.ndarray  # workers whose sums were finite but whose update was not
 
@@ -284,6 +285,7 @@ class StepReport(Means):
             save=bool(slot["save"].any()),
             left_W=slot["left"].astype(np.int64),
             before_W=np.where(slot["step_us"] <= 0, np.nan, slot["step_us"] / 1e6),
+            entry_W=slot["entry"].astype(np.int64),
             nonfinite_W=slot["nonfinite_level"] >= NONFINITE,
             bad_update_W=slot["bad_update"] > 0,
         )

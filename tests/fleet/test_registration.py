@@ -76,6 +76,8 @@ def enter(members, step=0, than=0):
     for member in members:
         member.confirm(member.wait_newer(than, WAIT).number, step)
     steps = [member.wait_confirmed(member.newest.number, WAIT) for member in members]
+    for member in members:
+        member.enter(member.newest.number)
     assert steps == [dict.fromkeys(members[0].newest.numbers, step)] * len(members)
     return members[0].newest.number
 

@@ -5,7 +5,7 @@ import os
 import random
 
 import pytest
-from fleet_world import FakeMember, World
+from fleet_world import LIMITS, FakeMember, World
 
 
 def test_a_run_starts_when_all_processes_are_there():
@@ -272,6 +272,70 @@ def test_a_joiner_waits_until_it_is_ready_and_until_no_proposal_is_open():
     assert world.numbers() == (0, 1, 2, 3)
     assert joiner.in_force.number == other.in_force.number == 3
     assert a.newest.reason == "Member 3 joined."
+
+
+def test_others_are_let_in_once_the_members_work_in_the_generation_that_is_in_force():
+    world = World(3)
+    a, b, c = world.start(3)
+    a.works = False  # it has not entered generation 2 yet, or does not say so
+    world.die(c)
+    world.settle()
+    joiner = world.join("j")
+    world.settle(30)
+    assert world.numbers() == (0, 1)
+    assert joiner.newest is None
+    a.works = True
+    world.settle()
+    assert world.numbers() == (0, 1, 3)
+    assert b.newest.number == 3
+
+
+def test_an_entry_waits_for_as_long_as_the_members_like():
+    world = World(2)
+    a, b = world.start(2)
+    b.confirms = False
+    joiner = world.join("j")
+    world.settle(10 * LIMITS.confirm)
+    assert a.newest.numbers == (0, 1, 2)
+    assert world.numbers() == (0, 1)
+    b.confirms, b.confirmed = True, (2, 7)
+    world.settle()
+    assert world.numbers() == (0, 1, 2)
+    assert joiner.in_force.number == 2
+
+
+def test_an_entry_is_given_up_for_a_loss_and_follows_it():
+    world = World(3, min_members=3)
+    a, b, c = world.start(3)
+    a.confirms = b.confirms = False
+    joiner = world.join("j")
+    world.settle()
+    assert a.newest.numbers == (0, 1, 2, 3)
+    world.die(c)
+    world.settle()
+    assert a.newest.numbers == (0, 1)
+    assert not a.newest.stop  # who waits is counted
+    a.confirms = b.confirms = True
+    a.confirmed = b.confirmed = (3, 7)
+    world.settle()
+    assert world.numbers() == (0, 1, 3)
+    assert joiner.in_force.number == 4
+    assert joiner.in_force.reason == "Member 3 joined."
+
+
+def test_an_entry_that_comes_too_late_disturbs_nobody_at_the_end():
+    world = World(2)
+    a, b = world.start(2)
+    a.confirms = b.confirms = False
+    joiner = world.join("j")
+    world.settle()
+    a.finished = True
+    world.settle(5)
+    assert b.newest.number == 2
+    assert not joiner.failed
+    b.finished = True
+    world.settle()
+    assert joiner.failed == "The run has ended."
 
 
 def test_a_joiner_that_dies_before_it_is_in_disturbs_nobody():

@@ -50,10 +50,11 @@ class Fleet:
         thread.start()
 
     def join(self, link, limit=60.0):
-        """Let one more member join, and wait until it is proposed to a member that trains."""
-        before, deadline = len(link.registration.newest.numbers), time.monotonic() + limit
+        """Let one more member join, and wait until it is proposed to all that train; `link`: one of them."""
+        before, deadline = link.registration.newest.numbers, time.monotonic() + limit
         self.start(joins=True)
-        while len(link.registration.newest.numbers) <= before and not self.errors:
+        knows = lambda number: set(self.links[number].registration.newest.numbers) > set(before)
+        while not all(map(knows, before)) and not self.errors:
             assert time.monotonic() < deadline
             time.sleep(0.01)
 

@@ -19,7 +19,7 @@ class FakeMember:
         self.ready = self.leaving = self.finished = False
         self.introduce, self.question, self.kills = True, 0, []
         self.cut = self.stopped = self.dead = False  # from the network; SIGSTOP; SIGKILL
-        self.confirms = True
+        self.confirms = self.works = True  # confirms proposals; works in the generation in force
 
     @property
     def active(self):
@@ -30,6 +30,7 @@ class FakeMember:
     def status(self):
         newest = 0 if self.newest is None else self.newest.number
         status = {"secret": self.secret, "newest": newest, "confirmed": list(self.confirmed)}
+        status["entered"] = self.in_force.number if self.in_force is not None and self.works else 0
         if self.suspects is not None and self.suspects[0] == newest:
             status["suspects"] = self.suspects
         if self.question:
