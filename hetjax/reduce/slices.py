@@ -100,7 +100,7 @@ def assign(sizes: Sequence[int], share_P: np.ndarray, limit_P: np.ndarray | None
     best, before_P = np.where(ends == 0, 0.0, np.inf), []
     for process, share in enumerate(share_P):
         most = ends[-1] * (1.0 if limit_P is None else float(limit_P[process])) + _ALIGNED if share > 0 else 0.0
-        cost = np.where((owned >= 0) & (owned <= most), owned**2 / (share or 1.0), np.inf)
+        cost = np.where((owned >= 0) & (owned <= most), owned * owned / (share or 1.0), np.inf)
         total = best[:, None] + cost
         before_P.append(np.argmin(total, axis=0))
         best = np.min(total, axis=0)

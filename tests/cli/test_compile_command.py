@@ -166,13 +166,14 @@ def test_an_experiment_is_compiled_with_its_own_optimizer_model_and_batch(device
 
 
 def test_sums_by_way_of_one_device_are_compiled_too(devices, monkeypatch):
-    """As for a GPU beside a CPU: the update adds the parts of two workers in one program of a single device."""
+    """As for a GPU beside a CPU: the parts of two workers are added, and applied, on a single device."""
     monkeypatch.setattr("hetjax.engines.chunked.on_cpu", lambda kind: False)
     through_one = lambda devices, engine: make(devices, engine, transport="host")
     report = compiled(target("T4:2"), through_one, "chunked", devices)
-    (update,) = [program for program in report.training if program.name == "reduce and update"]
-    assert all(len(place.device_set) == 1 for place in jax.tree.leaves(update.program.input_shardings))
+    named = {program.name: program for program in report.training}
+    for name in ("sums of a worker", "sum", "update"):
+        assert all(len(place.device_set) == 1 for place in jax.tree.leaves(named[name].program.input_shardings))
     assert not report.problems
-    assert update.donated >= 6
+    assert named["update"].donated >= 6
     with pytest.raises(ValueError, match=r"--transport has no effect on own.py:make"):
         maker("own.py:make", 128, "host")
