@@ -35,6 +35,7 @@ while not (os.path.exists("end") or signal.SIGUSR1 in asked):
         continue
     generation = newest.number
     member.confirm(generation, 0)
+    member.enter(generation)
     if newest.stop:
         member.wait_confirmed(generation, 60.0)
         member.close(finished=False)
