@@ -87,6 +87,10 @@ class Links:
                 rate = ["tbf", "rate", f"{mbit}mbit", "burst", str(burst), "latency", "200ms"]
                 _run("tc", "-n", name, "qdisc", "replace", *target, *rate)
 
+    def cut(self, node: int) -> None:
+        """Cut the link of a node: what is sent over it is lost, and nobody is told."""
+        _run("ip", "-n", self._switch, "link", "set", f"port{node}", "down")
+
     def __exit__(self, *_: object) -> None:
         for name in [*self._namespaces, self._switch]:
             _run("ip", "netns", "delete", name, check=False)

@@ -11,15 +11,16 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hetjax.environment import HEARTBEAT, PROCESS
 
-_ALIVE, _BEGUN, _ENDED, _STEP, _SEEN = range(5)
-_BYTES = 5 * 8
+_ALIVE, _BEGUN, _ENDED, _STEP, _FIRST, _READING, _SEEN = range(7)
+_BYTES = 7 * 8
 _INTERVAL = 0.5  # seconds
 _ACKNOWLEDGE_LIMIT = 2.0  # seconds
 
@@ -32,6 +33,8 @@ class Beat:
     begun: int = 0  # number of `fit`s begun, and ended
     ended: int = 0
     step: int = 0
+    first: int = 0  # the first step that it finished
+    reading_us: int = 0  # microseconds in which it read checkpoints
 
     @property
     def stepping(self) -> bool:
@@ -54,6 +57,15 @@ class Heartbeat:
             if self._closed.wait(_INTERVAL):
                 return
 
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """A context around the reading of a checkpoint, for the launcher's account of a restart."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._numbers[_READING] += round(1e6 * (time.monotonic() - began))
+
     def begin(self, history: Any) -> None:
         """Compilation is over and steps follow: gives the launcher time to set CPU quotas."""
         self._numbers[_BEGUN] += 1
@@ -63,6 +75,7 @@ class Heartbeat:
 
     def __call__(self, record: Any, state: Any) -> None:
         self._numbers[_STEP] = record.step
+        self._numbers[_FIRST] = self._numbers[_FIRST] or record.step
 
     def end(self, history: Any) -> None:
         """The last step of a `fit` is done."""
@@ -138,6 +151,11 @@ class HangDetector:
             self._stepped_at = now
         self._stopped_at = (self._stopped_at if self._stopped_at is not None else now) if stopped else None
         self.beat = beat
+
+    @property
+    def seen_at(self) -> float | None:
+        """When it gave the last sign of life; None if it never did."""
+        return max((at for at in (self._alive_at, self._stepped_at) if at is not None), default=None)
 
     def hang(self, now: float) -> str | None:
         """Why the process counts as hung, in words that follow its name; None if it does not."""

@@ -41,6 +41,7 @@ from hetjax.launch.quotas import (
     launcher_group,
     remove_stale,
 )
+from hetjax.launch.restart_costs import RestartCosts
 from hetjax.launch.supervisor import USAGE_ERROR, AttemptResult, ProcessSpec, Supervisor
 
 _ALL_INTERFACES = ("0.0.0.0", "::")
@@ -150,9 +151,9 @@ class _Launch:
         } | ({environment.JOIN: "1"} if joins else {})
 
     def attempts(self) -> int:
-        members, restarts = list(range(self.options.processes)), 0
+        members, restarts, costs = list(range(self.options.processes)), 0, None
         while True:
-            result = self._attempt(members, restarts)
+            result = self._attempt(members, restarts, costs)
             if result.code in (0, USAGE_ERROR) or result.signaled:
                 return result.code
             left = [m for rank, m in enumerate(members) if rank not in result.lost or not self.options.elastic]
@@ -164,10 +165,11 @@ class _Launch:
             if signals := self.signals.take():
                 return 128 + signals[0]
             restarts, members = restarts + 1, left
+            costs = RestartCosts(restarts, result.seen_at, result.noticed_at, time.monotonic(), result.step)
             size = _number(len(members), "process", "es")
             _log(f"restarting with {size} from the last checkpoint (restart {restarts} of at most {allowed})")
 
-    def _attempt(self, members: Sequence[int], restarts: int) -> AttemptResult:
+    def _attempt(self, members: Sequence[int], restarts: int, costs: RestartCosts | None) -> AttemptResult:
         with ExitStack() as stack:
             coordinator, bind = _addresses(self.options, wait=restarts > 0)
             where = {environment.COORDINATOR: coordinator, environment.BIND: bind}
@@ -175,7 +177,7 @@ class _Launch:
                 where[environment.TRANSPORT] = self.options.transport
             specs, throttle = self._specs(stack, members, restarts, lambda rank: where)
             colored = wants_color(sys.stdout.buffer)
-            return Supervisor(specs, self.options, self.signals, self.guard, throttle, _log, colored).run()
+            return Supervisor(specs, self.options, self.signals, self.guard, throttle, _log, colored, costs).run()
 
     def _specs(
         self, stack: ExitStack, members: Sequence[int], restarts: int, where: Callable[[int], dict[str, str]]

@@ -19,6 +19,7 @@ from hetjax.launch.guard import Guard
 from hetjax.launch.heartbeat import HangDetector, Listener, is_stopped
 from hetjax.launch.options import Options
 from hetjax.launch.quotas import CpuQuota, Throttle, kill_group
+from hetjax.launch.restart_costs import RestartCosts
 
 USAGE_ERROR = 2  # exit code of a program for a mistake of its user, which a restart would only repeat
 HUNG = 124  # exit code for a hung process, as of timeout(1)
@@ -46,6 +47,9 @@ class AttemptResult:
     code: int = 0
     lost: frozenset[int] = frozenset()
     signaled: bool = False
+    step: int = 0  # the newest finished one
+    seen_at: float = 0.0  # last sign of life of the process that was lost, by the monotonic clock
+    noticed_at: float = 0.0
 
 
 @dataclass
@@ -78,7 +82,9 @@ class Supervisor:
         throttle: Throttle | None,
         log: Callable[[str], None],
         colored: bool = False,
+        costs: RestartCosts | None = None,
     ):
+        self._costs, self._seen_at, self._noticed_at = costs, 0.0, 0.0
         self._options, self._signals, self._guard, self._throttle, self._log = options, signals, guard, throttle, log
         self._colored = colored
         self._selector = selectors.DefaultSelector()
@@ -106,7 +112,9 @@ class Supervisor:
                 self._enforce_grace(time.monotonic())
         finally:
             self.close()
-        return AttemptResult(self._code, frozenset(self._lost), self._signal_count > 0)
+        step = max(process.detector.beat.step for process in self._processes)
+        signaled = self._signal_count > 0
+        return AttemptResult(self._code, frozenset(self._lost), signaled, step, self._seen_at, self._noticed_at)
 
     def close(self) -> None:
         """Kill the processes that still run."""
@@ -247,6 +255,8 @@ class Supervisor:
                 process.state_read_at, stopped = now, is_stopped(process.popen.pid)
             process.detector.update(process.spec.listener.read(), now, stopped)
         beats_P = [process.detector.beat for process in self._processes]
+        if self._costs is not None and (costs := self._costs.update(beats_P, now)) is not None:
+            self._log(costs)
         if self._throttle is not None:
             self._throttle.update(beats_P, [process.code is None for process in self._processes])
         for process, beat in zip(self._processes, beats_P, strict=True):
@@ -271,7 +281,9 @@ class Supervisor:
         self._code = code
         others = [process for process in self._running() if not process.stopped_by_us]
         self._log(reason + ("; stopping the others" if others else ""))
-        self._stopping_since = time.monotonic()
+        self._stopping_since = self._noticed_at = time.monotonic()
+        seen = [process.detector.seen_at for process in self._processes if process.number in self._lost]
+        self._seen_at = min((at for at in seen if at is not None), default=self._noticed_at)
         for process in others:
             process.stopped_by_us = True
             process.popen.terminate()

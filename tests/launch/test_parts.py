@@ -11,6 +11,7 @@ from hetjax.fleet import rendezvous
 from hetjax.fleet.rendezvous import address_to_bind, is_loopback, own_address_towards, split_address
 from hetjax.launch.heartbeat import Beat, HangDetector, Listener, from_environment
 from hetjax.launch.placement import share_gpus, split_cores, visible_gpus
+from hetjax.launch.restart_costs import RestartCosts
 
 
 def test_a_process_that_gives_no_sign_of_life_hangs():
@@ -167,3 +168,19 @@ def test_the_address_of_another_machine_is_refused(resolve):
     resolve("192.0.2.7")
     with pytest.raises(OSError, match=r"cannot listen on 192.0.2.7:80\. .*set HETJAX_BIND=HOST:PORT"):
         address_to_bind("node0:80")
+
+
+def test_a_restart_tells_where_the_seconds_went():
+    costs = RestartCosts(2, seen_at=10.0, noticed_at=10.5, started_at=12.0, step=57)
+    going = Beat(alive=9, begun=1, step=58, first=51, reading_us=1_200_000)
+    late = Beat(alive=1)
+    assert costs.update([Beat(), Beat()], 12.5) is None
+    assert costs.update([Beat(alive=1), late], 15.0) is None
+    assert costs.update([going, late], 19.0) is None
+    assert costs.update([going, Beat(alive=9, begun=1, step=55, first=51)], 20.0) is None
+    assert costs.update([going, Beat(alive=9, begun=1, step=58, first=51)], 21.0) == (
+        "restart 2 took 11.0 s: 0.5 s until the loss was noticed, 1.5 s until the others had ended, 3.0 s to start "
+        "the processes, 1.2 s to read the checkpoint, 3.8 s to set up and compile, 1.0 s for 7 steps done "
+        "again and a new one"
+    )
+    assert costs.update([going, going], 22.0) is None
