@@ -1,11 +1,12 @@
-"""Make the animated pictures of the documentation from real runs, docs/throttled.gif and docs/lost.gif.
+"""Make the pictures of the documentation from real runs: docs/throttled.gif, docs/lost.gif and docs/chaos.png.
 
-    python docs/pictures.py            # both, about three minutes on two cores
+    python docs/pictures.py            # all, about six minutes on two cores
     python docs/pictures.py lost       # one of them
 
 throttled.gif  one process, four simulated devices, `hetjax train --config digits_slowdown`: worker 1 slows down at step
                60, worker 3 speeds up at step 120
 lost.gif       an elastic fleet of three processes; the second is killed with SIGKILL, and the launcher starts another
+chaos.png      the command of docs/faults.md: four processes, one of which is killed now and then, and replaced
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from matplotlib.figure import Figure
 
 from hetjax.report import read_run
 from hetjax.report.drawing import BLUE, DARK, style, worker_color
+from hetjax.report.panels import counts_panel, loss_panel
 
 DOCS = Path(__file__).parent
 HETJAX = [sys.executable, "-m", "hetjax"]
@@ -127,6 +129,20 @@ def _wait_for(condition: Callable[[], bool], launcher: subprocess.Popen[bytes]) 
             raise RuntimeError(f"The run ended with exit code {launcher.returncode}.")
 
 
+def chaos(folder: Path) -> None:
+    """Run the command of docs/faults.md, and draw the counts and the loss with the changes of the members."""
+    folder.mkdir()
+    command = next(line for line in (DOCS / "faults.md").read_text().splitlines() if "--chaos 30" in line)
+    subprocess.run([*HETJAX, *command.split()[1:]], cwd=folder, check=True, timeout=LIMIT)
+    run = read_run(folder / "runs" / "chaos")
+    with style():
+        figure = Figure(figsize=(9, 6.4), layout="constrained")
+        counts, loss = figure.subplots(2, 1)
+        counts_panel(counts, run)
+        loss_panel(loss, run)
+        figure.savefig(DOCS / "chaos.png", dpi=90)
+
+
 def animate(scene: Scene, path: Path, frames: int = 60) -> None:
     """Draw a bar of samples for every worker, and samples/s below, frame by frame."""
     workers = scene.counts_SxW.shape[1]
@@ -161,5 +177,8 @@ def animate(scene: Scene, path: Path, frames: int = 60) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as temporary:
-        for make in [throttled, lost] if len(sys.argv) == 1 else [{"throttled": throttled, "lost": lost}[sys.argv[1]]]:
-            animate(make(Path(temporary) / make.__name__), DOCS / f"{make.__name__}.gif")
+        for name in sys.argv[1:] or ["throttled", "lost", "chaos"]:
+            if name == "chaos":
+                chaos(Path(temporary) / name)
+            else:
+                animate({"throttled": throttled, "lost": lost}[name](Path(temporary) / name), DOCS / f"{name}.gif")

@@ -45,7 +45,8 @@ class Record:
         save: whether a checkpoint was requested after this step.
         stop: whether the end of the run was requested.
         ideal: samples per second if no worker ever waited, where speeds are simulated; otherwise None.
-        more: further values of a sync, as plain JSON values.
+        more: further values of a sync, as plain JSON values; in an elastic fleet `members`, the changes of the
+            membership since the step before.
     """
 
     step: int
@@ -200,7 +201,8 @@ class History:
         recompiles_after_warmup: number of programs compiled after the first step.
         data_wait_s: seconds spent waiting for data.
         overruns: local phases that took longer than their simulated time.
-        more: further values of a sync, as plain JSON values.
+        more: further values of a sync, as plain JSON values; in an elastic fleet `members`, all changes of the
+            membership: step, generation, members, who left, who came, reason, and seconds since the step before.
         totals: sums over all steps.
         thinning: which records are kept.
     """

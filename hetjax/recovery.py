@@ -217,10 +217,10 @@ class Recovery:
         self._settle(enter=False)
         return LiveState(pipeline, pipeline.made, self._cursors[pipeline.made])
 
-    def take_news(self) -> str:
-        """What has happened to the membership since the last record, in one line."""
+    def take_news(self) -> list[dict[str, Any]]:
+        """The changes of the membership since the last record; the first membership is none."""
         reported, self._reported = self._reported, len(self.events)
-        return " ".join(f"{event['reason']} {event['seconds']:.2f} s." for event in self.events[max(reported, 1) :])
+        return self.events[max(reported, 1) :]
 
     # -- events of the pipeline --
 
@@ -265,8 +265,12 @@ class Recovery:
             self._settled = generation
             seconds = time.perf_counter() - began
             numbers = list(generation.numbers)
-            self.events.append({"step": pipeline.made, "generation": generation.number, "members": numbers,
-                                "reason": generation.reason, "seconds": round(seconds, 3)})  # fmt: skip
+            former = set(self.events[-1]["members"]) if self.events else set()
+            self.events.append({
+                "step": pipeline.made, "generation": generation.number, "members": numbers,
+                "left": sorted(former - set(numbers)), "came": sorted(set(numbers) - former),
+                "reason": generation.reason, "seconds": round(seconds, 3),
+            })  # fmt: skip
             if generation.stop:
                 self.stop = f"The run stops: {generation.stop}"
                 self.step.requests.stop = True

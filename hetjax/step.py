@@ -710,7 +710,8 @@ class Step:
         idle = not step.plan.counts_W[own].any()
         record = self._log.record(step, report, ideal, idle)
         if self.recovery is not None and (news := self.recovery.take_news()):
-            record = replace(record, changed=True, reason=news)
+            reason = " ".join(f"{event['reason']} {event['seconds']:.2f} s." for event in news)
+            record = replace(record, changed=True, reason=reason, more={**record.more, "members": news})
         try:
             self.nonfinite.check(record)
         except NonFiniteError:

@@ -71,6 +71,10 @@ def test_a_member_leaves_and_one_joins(update):
     assert [event["members"] for event in results[0][2]] == [[0, 1, 2], [0, 1, 2, 3], [0, 2, 3]]
     reasons = [record.reason for record in results[0][1].records if "Member" in record.reason]
     assert [reason.split(".")[0] for reason in reasons] == ["Member 3 joined", "Member 1 left"]
+    told = [change for record in results[0][1].records for change in record.row().get("members", ())]
+    assert told == results[0][2][1:] == results[0][1].more["members"][1:]
+    assert [(change["left"], change["came"]) for change in told] == [([], [3]), ([1], [])]
+    assert "2 changes of the members in " in str(results[0][1])
 
 
 def test_below_min_members_all_end_after_the_same_step():

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -230,13 +231,14 @@ def train(
     )
     remaining = lambda state: (steps - state.step) if steps else (epochs * len(task.train) - state.cursor)
     with trainer, stop_on_signals(trainer.stop, trainer.leave if processes.elastic() else None) as interrupt:
-        state, totals = initial_state(config, trainer, trainer.init(task.model.params, task.model.model_state), folder)
+        fresh = trainer.init(task.model.params, task.model.model_state)
+        with nullcontext() if heart is None else heart.reading():
+            state, totals = initial_state(config, trainer, fresh, folder)
         row_time = lambda: trainer.simulation and trainer.simulation.row_time
         workers = sum(setup.workers_by_process(devices))
         if state.step:
             console.print(f"{name}: resuming after step {state.step}", highlight=False)
-        tracker = output.trackers(config, name, folder, state.step)
-        follow = report.Follow(tracker, **totals)
+        follow = output.Successor(config, name, folder, state.step, **totals)
         saver = checkpoint.Saver(
             folder / CHECKPOINTS,
             trainer,
@@ -251,7 +253,7 @@ def train(
             },
         )
         takeover = Takeover(config, folder, replaces, partition)
-        hooks: list[Any] = [takeover, follow, saver, interrupt]
+        hooks: list[Any] = [output.speaks(console), takeover, follow, saver, interrupt]
         hooks += [report.Progress(name, console=console), *([] if heart is None else [heart])]
         if config.output.profile is not None:
             hooks.append(Profile(folder / PROFILE, config.output.profile))
@@ -268,7 +270,7 @@ def train(
                 saver.close()
             takeover.now()
             if remaining(state) > 0:
-                tracker.close()
+                follow.tracker.close()
                 why = "" if trainer.step.recovery is None else trainer.step.recovery.stop
                 code = 1 if why else 130
                 if not state.step:
@@ -284,13 +286,14 @@ def train(
         history.ideal_samples_per_s = sum(ideals) if all(ideals) else None
     if not processes.first():
         return {"row_time": row_time()}
+    follow.succeed(ends=True)
     summary = output.summary(chosen, folder, history, tested, state, follow.seconds, follow.plan_changes) | {
         "row_time": row_time(),
         "last_step": int(state.step),
         "cursor": int(state.cursor),
     }
-    tracker.summary(summary)
-    tracker.close()
+    follow.tracker.summary(summary)
+    follow.tracker.close()
     return summary
 
 

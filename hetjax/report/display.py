@@ -72,6 +72,8 @@ class Display:
             self._row["samples_per_s"] = samples / seconds if seconds else None  # a single row is too noisy
         if self._row.get("changed"):
             self._reason = f"step {step}: {self._row.get('reason') or 'plan changed'}"
+            if "members" in self._row:  # worth a line that stays
+                self.console.print(self._reason, soft_wrap=not self.console.is_terminal, highlight=False)
         if not self.console.is_terminal:
             last = self.steps is not None and step == self.steps
             if last or self._clock() >= self._next_line:

@@ -85,6 +85,7 @@ def comparison_page(runs: Sequence[RecordedRun], figures: Sequence[bytes]) -> st
     for run, figure in zip(runs, figures, strict=True):
         parts += [f"<h2>{html.escape(run.name)}</h2>", _image(figure, f"run {run.name}")]
         parts += [f'<p class="warning">{html.escape(warning)}</p>' for warning in run.warnings]
+        parts += [_members(run)]
     parts += [_differences(runs)]
     css = _CSS + "".join(f".run{index} {{ background: {run_color(index)}; }}\n" for index in range(len(runs)))
     allowed = base64.b64encode(hashlib.sha256(css.encode()).digest()).decode()
@@ -157,6 +158,18 @@ def _shown(value: Any, form: str) -> str:
         return form.format(value)
     except (ValueError, TypeError):
         return str(value)
+
+
+def _members(run: RecordedRun) -> str:
+    """Return the table of changes of an elastic fleet's members; "" if there were none."""
+    lines = [
+        f"<tr><td>{step}</td><td>{html.escape(change.sign)}</td><td>{change.seconds:.2f}</td>"
+        f"<td>{html.escape(change.reason)}</td></tr>"
+        for step, changes in zip(run.step_S, run.members_S, strict=True)
+        for change in changes
+    ]
+    head = "<tr><th>step</th><th>members</th><th>seconds</th><th>reason</th></tr>"
+    return '<div class="wide"><table>\n' + "\n".join([head, *lines]) + "\n</table></div>" if lines else ""
 
 
 def _differences(runs: Sequence[RecordedRun]) -> str:

@@ -13,8 +13,26 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
-from hetjax.report.drawing import BLUE, DARK, THOUSANDS, curve, label_beside, thinned, window_sums, worker_color
+from hetjax.report.drawing import BLUE, DARK, RED, THOUSANDS, curve, label_beside, thinned, window_sums, worker_color
 from hetjax.report.run_folder import RecordedRun
+
+_NAMED = 30  # changes of the members that are named; more would hide the curve
+
+
+def mark_members(axes: Axes, run: RecordedRun, x_S: np.ndarray, named: bool) -> None:
+    """Mark the changes of an elastic fleet's members by lines; `named`: with who left, who came, and the seconds."""
+    changed = [index for index, changes in enumerate(run.members_S) if changes]
+    for index in changed:
+        axes.axvline(x_S[index], color=RED, linewidth=0.8, linestyle=":")
+        if named and len(changed) <= _NAMED:
+            signs = " ".join(change.sign for change in run.members_S[index])
+            text = f" {signs}, {sum(change.seconds for change in run.members_S[index]):.1f} s"
+            axes.annotate(
+                text, (x_S[index], 0.98), xycoords=axes.get_xaxis_transform(), rotation=90, va="top", ha="right",
+                color=RED, fontsize=8,
+            )  # fmt: skip
+    if changed:
+        axes.plot([], [], color=RED, linewidth=0.8, linestyle=":", label="members changed")
 
 
 def counts_panel(axes: Axes, run: RecordedRun) -> None:
@@ -35,6 +53,7 @@ def counts_panel(axes: Axes, run: RecordedRun) -> None:
         level = above
     axes.set(xlim=(edges[0], edges[-1]), ylim=(0, max(1, level.max())), xlabel="step", ylabel="samples")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    mark_members(axes, run, run.step_S - 0.5, named=False)
     _last_counts(axes, counts_SxW[-1])
 
 
@@ -83,6 +102,8 @@ def efficiency_panel(axes: Axes, run: RecordedRun) -> None:
             markersize=12,
             label="batch sizes changed" if run.asynchronous else "counts changed",
         )
+    mark_members(axes, run, run.step_S - 0.5, named=False)
+    if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="lower right", bbox_to_anchor=(1, 0.06), frameon=False)
     axes.set(xlabel="step", xlim=(run.step_S[0] - 0.5, run.step_S[-1] + 0.5))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -99,6 +120,7 @@ def loss_panel(axes: Axes, run: RecordedRun) -> None:
         axes.yaxis.set_major_formatter(THOUSANDS)
         axes.yaxis.set_minor_locator(NullLocator())
     curve(axes, run.seconds_S[finite], loss, BLUE)
+    mark_members(axes, run, run.seconds_S, named=True)
     lost = int(np.sum(~np.isfinite(run.loss_S)))
     if lost:
         message = f"{lost} steps without a finite loss"

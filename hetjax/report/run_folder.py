@@ -13,6 +13,21 @@ from hetjax.report.trackers import CONFIG, METRICS, SUMMARY, parse_line
 
 
 @dataclass(frozen=True)
+class MemberChange:
+    """A change of the members of an elastic fleet: who left and who came, why, and the seconds that it took."""
+
+    left: tuple[int, ...]
+    came: tuple[int, ...]
+    seconds: float
+    reason: str
+
+    @property
+    def sign(self) -> str:
+        """Who left and who came, as in "-2 +5"."""
+        return " ".join([f"\N{MINUS SIGN}{number}" for number in self.left] + [f"+{number}" for number in self.came])
+
+
+@dataclass(frozen=True)
 class RecordedRun:
     """One run of S steps on W workers.
 
@@ -32,6 +47,7 @@ class RecordedRun:
     changed_S: np.ndarray
     updates_SxW: np.ndarray  # asynchronous runs only
     batches_SxW: np.ndarray  # likewise
+    members_S: tuple[tuple[MemberChange, ...], ...]  # of an elastic fleet: the changes before each step
     summary: dict[str, Any]
     config: dict[str, Any]
     warnings: tuple[str, ...]
@@ -129,6 +145,7 @@ def read_run(folder: str | Path, name: str | None = None) -> RecordedRun:
         changed_S=_column(rows, "changed"),
         updates_SxW=_table(rows, "updates", workers),
         batches_SxW=_table(rows, "batches", workers),
+        members_S=tuple(_changes(row.get("members")) for row in rows),
         summary=summary,
         config=config,
         warnings=tuple(warnings),
@@ -168,6 +185,18 @@ def _json(path: Path, warnings: list[str]) -> dict[str, Any]:
 def _number(value: Any) -> float:
     """Return the number; NaN for anything else and for numbers too large to draw."""
     return float(value) if isinstance(value, (int, float)) and abs(value) < 1e300 else np.nan
+
+
+def _changes(value: Any) -> tuple[MemberChange, ...]:
+    """The changes of the membership in a row; none if they are damaged."""
+    numbers = lambda found: tuple(map(int, found))
+    try:
+        return tuple(
+            MemberChange(numbers(one["left"]), numbers(one["came"]), float(one["seconds"]), str(one["reason"]))
+            for one in value or ()
+        )
+    except (TypeError, KeyError, ValueError, OverflowError):
+        return ()
 
 
 def _column(rows: list[dict[str, Any]], key: str) -> np.ndarray:

@@ -75,7 +75,7 @@ def scalars(row: Row, prefix: str = "") -> Iterator[tuple[str, float]]:
         name = f"{prefix}{key}"
         if isinstance(value, dict):
             yield from scalars(value, f"{name}/")
-        elif isinstance(value, list) and not prefix.endswith("metrics/"):
+        elif isinstance(value, list) and key != "members" and not prefix.endswith("metrics/"):
             yield from scalars({f"worker {worker}": item for worker, item in enumerate(value)}, f"{name}/")
         elif isinstance(value, (bool, int, float)):
             yield name, float(value)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from following import Run
+from following import Run, until
 
 from hetjax.cli import train
 from hetjax.report import read_run
@@ -93,3 +93,55 @@ def test_the_remaining_daso_node_continues_after_a_kill(sandbox):
     assert (resumed["steps"], resumed["samples"], resumed["workers"]) == (epochs * 15, epochs * 1438, 1)
     assert resumed["test_loss"] == pytest.approx(uninterrupted["test_loss"], rel=0.15)
     assert abs(resumed["test_accuracy"] - uninterrupted["test_accuracy"]) < 0.05
+
+
+ELASTIC = ("--elastic", "--transport", "host")
+SETTING = [*FLAGS, "--batch-size", "100", "--strategy", "balanced", "--schedule", "constant"]
+ALIKE = 50  # steps of the loss curve that are compared: later ones amplify round-off
+
+
+def losses_are_those_of_one_process(run, folder, steps):
+    assert (
+        train.main([*SETTING, "--steps", str(steps), "--devices", "1", "--speeds", "real", "--out", str(folder)]) == 0
+    )
+    alone = read_run(folder)
+    assert run.step_S.tolist() == alone.step_S[: run.steps].tolist() == list(range(1, run.steps + 1))
+    assert run.samples_S.tolist() == alone.samples_S[: run.steps].tolist()
+    np.testing.assert_allclose(run.loss_S[:ALIKE], alone.loss_S[:ALIKE], rtol=1e-4)
+
+
+def test_another_process_writes_on_when_process_0_of_an_elastic_run_is_killed(sandbox):
+    steps, folder = 400, sandbox.folder / "run"
+    run = Run(
+        sandbox, folder / "metrics.jsonl", "--processes", 3, *ELASTIC, "--",
+        TRAIN, *SETTING, "--steps", steps, "--save-steps", 50, "--out", folder,
+    )  # fmt: skip
+    run.wait_for_rows(10)
+    run.send_signal(0, signal.SIGKILL)
+    assert run.end() == 0, run.err
+    found = read_run(folder)
+    assert not found.warnings
+    losses_are_those_of_one_process(found, sandbox.folder / "reference", steps)
+    ((at, (change,)),) = [(k, changes) for k, changes in enumerate(found.members_S) if changes]
+    assert (change.left, change.came) == ((0,), ())
+    assert at >= 10
+    assert (np.diff(found.seconds_S) >= 0).all()
+    assert change.seconds <= found.seconds_S[-1] == json.loads((folder / "summary.json").read_text())["wall_s"]
+    assert any("Member 0 was lost" in line for line in run.out)
+    assert "generation 2 with members 1, 2" in (folder / "log.txt").read_text()
+    assert (folder / "run.png").exists()
+
+
+def test_a_run_goes_on_while_chaos_kills_its_processes(sandbox):
+    folder = sandbox.folder / "run"
+    run = Run(
+        sandbox, folder / "metrics.jsonl", "--processes", 3, *ELASTIC, "--restart", 1000, "--chaos", 5, "--",
+        TRAIN, *SETTING, "--steps", 1_000_000, "--save-steps", 100, "--out", folder,
+    )  # fmt: skip
+    came = lambda: sum(len(change["came"]) for row in run.rows() for change in row.get("members", ()))
+    until(lambda: came() >= 2 or run.launcher.poll() is not None, "two newcomers")
+    run.launcher.send_signal(signal.SIGTERM)
+    assert run.end() == 130, run.err
+    assert run.messages("was killed by SIGKILL; another one is started in its place") >= 2
+    found = read_run(folder)
+    losses_are_those_of_one_process(found, sandbox.folder / "reference", found.steps)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
@@ -19,8 +21,12 @@ def write_fake_run(
     batch: int = 1024,
     summary: bool = True,
     seed: int = 0,
+    members: Mapping[int, Sequence[Mapping]] = MappingProxyType({}),
 ) -> Path:
-    """Write a run on workers of speed 1, 1, 0.5, 0.25, ...; if `balanced`, counts adapt in two changes."""
+    """Write a run on workers of speed 1, 1, 0.5, 0.25, ...; if `balanced`, counts adapt in two changes.
+
+    `members`: by step, the changes of an elastic fleet's members before it.
+    """
     rng = np.random.default_rng(seed)
     speed_W = np.resize([1.0, 1.0, 0.5, 0.25], workers)
     row_time = 0.2e-3 * workers / 4
@@ -69,6 +75,7 @@ def write_fake_run(
                 "changed": changed,
                 "reason": "worker 3 slower: predicted gain 118%" if changed else "",
                 "metrics": {"accuracy": 0.5},
+                **({"members": members[step]} if step in members else {}),
             },
         )
     if summary:

@@ -111,6 +111,16 @@ def test_plain_lines_are_printed_at_intervals_and_for_the_first_and_last_step():
     assert "\x1b" not in out.file.getvalue()
 
 
+def test_a_change_of_the_members_is_printed_at_once():
+    display = Display(100, every=5.0, console=console(terminal=False), clock=lambda: 0.0)
+    display.log(1, row())
+    display.log(2, row(changed=True, reason="worker 3 slower"))
+    display.log(3, row(changed=True, reason="Member 1 left. 0.12 s.", members=[{"left": [1], "came": []}]))
+    first, second = display.console.file.getvalue().splitlines()
+    assert first.startswith("step 1/100")
+    assert second == "step 3: Member 1 left. 0.12 s."
+
+
 def test_a_line_gives_the_range_of_many_counts():
     out = console(terminal=False)
     Display(console=out).log(1, row(32))

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from hetjax.report import report, write_json
-from hetjax.report.drawing import running_median, style, thinned, worker_color
+from hetjax.report.drawing import RED, running_median, style, thinned, worker_color
 from hetjax.report.figure import draw_run, run_figure
 from hetjax.report.page import result
 from hetjax.report.panels import counts_panel, efficiency_panel, timeline_steps
@@ -318,3 +318,35 @@ def test_runs_of_the_same_name_are_distinguished_by_folder(tmp_path):
     assert written.page == tmp_path / "page.html"
     assert "a/balanced" in text
     assert "b/balanced" in text
+
+
+KILLED = {"step": 39, "generation": 2, "members": [0, 2, 3], "left": [1], "came": [], "seconds": 0.28,
+          "reason": "Member 1 was lost: its process was killed by SIGKILL."}  # fmt: skip
+JOINED = {"step": 79, "generation": 3, "members": [0, 2, 3, 4], "left": [], "came": [4], "seconds": 0.1,
+          "reason": "Member 4 joined."}  # fmt: skip
+
+
+def test_changes_of_the_members_are_marked_and_listed(tmp_path):
+    folder = write_fake_run(tmp_path / "run", members={40: [KILLED], 80: [JOINED, KILLED | {"left": [2]}]})
+    run = read_run(folder)
+    assert [len(changes) for changes in run.members_S if changes] == [1, 2]
+    with style():
+        figure = run_figure(run)
+    counts, efficiency, *_, loss = [axes for part in figure.subfigs for axes in part.axes]
+    red = lambda axes: [line.get_xdata()[0] for line in axes.lines if line.get_color() == RED and len(line.get_xdata())]
+    assert red(counts) == red(efficiency) == [39.5, 79.5]
+    assert red(loss) == [run.seconds_S[39], run.seconds_S[79]]
+    texts = [text.get_text().strip() for text in loss.findobj(Text) if text.get_color() == RED]
+    assert texts == ["\N{MINUS SIGN}1, 0.3 s", "+4 \N{MINUS SIGN}2, 0.4 s"]
+    page = report(folder).page.read_text()
+    for words in (
+        "<td>40</td><td>\N{MINUS SIGN}1</td><td>0.28</td>",
+        "<td>80</td><td>+4</td><td>0.10</td>",
+        KILLED["reason"],
+    ):
+        assert words in page
+
+
+def test_damaged_changes_of_the_members_are_left_out(tmp_path):
+    folder = write_fake_run(tmp_path, members={3: [{"left": None}], 4: "?", 5: [JOINED]})
+    assert [len(changes) for changes in read_run(folder).members_S[:5]] == [0, 0, 0, 0, 1]

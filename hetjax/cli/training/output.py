@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from hetjax.presets import Choice
 from hetjax.state import State
 
 log = logging.getLogger("hetjax")
+_UNWRITTEN = 100  # steps by which the process that writes may be behind
 SAME_STEPS = 10  # later steps amplify the rounding of sums in a different order
 
 
@@ -33,6 +36,15 @@ def quiet_logs(console: Console, debug: bool) -> None:
     log.propagate = False
 
 
+def speaks(console: Console) -> Callable[[Any, Any], None]:
+    """A hook for `fit`: only process 0 prints, or its successor in an elastic fleet."""
+
+    def hook(record: Any, state: Any) -> None:
+        console.quiet = not processes.first()
+
+    return hook
+
+
 def write_config(config: Config, folder: Path) -> None:
     """Write config.json, in process 0."""
     if processes.first():
@@ -42,11 +54,14 @@ def write_config(config: Config, folder: Path) -> None:
 
 @contextmanager
 def log_file(folder: Path, mode: str) -> Iterator[None]:
-    """Write hetjax's log to log.txt in the run folder, in process 0."""
-    if not processes.first():
+    """Write hetjax's log to log.txt in the run folder, in process 0, or in its successor in an elastic fleet."""
+    if not (processes.first() or processes.elastic()):
         yield
         return
-    handler = logging.FileHandler(folder / "log.txt", mode, encoding="utf-8")
+    folder.mkdir(parents=True, exist_ok=True)
+    mode = mode if processes.first() else "a"
+    handler = logging.FileHandler(folder / "log.txt", mode, encoding="utf-8", delay=not processes.first())
+    handler.addFilter(lambda record: processes.first())
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)
     try:
@@ -57,9 +72,7 @@ def log_file(folder: Path, mode: str) -> Iterator[None]:
 
 
 def trackers(config: Config, name: str, folder: Path, done: int) -> report.Tracker:
-    """Return the trackers that the flags ask for; none outside process 0."""
-    if not processes.first():
-        return report.Composite()
+    """Return the trackers that the flags ask for; `done`: number of steps of which they keep what is there."""
     chosen: list[report.Tracker] = [report.JsonlTracker(folder, done=done)]
     if config.output.tensorboard:
         chosen.append(report.TensorBoardTracker(folder))
@@ -68,6 +81,65 @@ def trackers(config: Config, name: str, folder: Path, done: int) -> report.Track
 
         chosen.append(WandbTracker(config.output.wandb, name=name, config=config.flat(), folder=folder))
     return report.Composite(*chosen)
+
+
+class Successor(report.Follow):
+    """Logs finished steps to the trackers, in process 0; in an elastic fleet its successor goes on where it was lost.
+
+    Args:
+        config: the configuration.
+        name: the run's name.
+        folder: the run folder.
+        done: number of steps of a resumed run.
+        totals: those of its earlier parts.
+    """
+
+    def __init__(self, config: Config, name: str, folder: Path, done: int, **totals: Any):
+        super().__init__(trackers(config, name, folder, done) if processes.first() else report.Composite(), **totals)
+        self._open = lambda done: trackers(config, name, folder, done)
+        self._folder, self._writes = folder, processes.first()
+        self._unwritten: deque[tuple[Any, Any]] = deque(maxlen=_UNWRITTEN)
+        self._turns = 0  # steps since this process comes first
+
+    def __call__(self, record: Any, state: Any) -> None:
+        """Log a finished step; `fit` calls this.
+
+        Args:
+            record: the record of the step.
+            state: the state after it.
+        """
+        if not processes.elastic():
+            super().__call__(record, state)
+            return
+        self._turns = self._turns + 1 if processes.first() else 0
+        if self._writes and not self._turns:  # a member with a smaller number has joined
+            self._writes = False
+            self.tracker.close()
+        if self._writes:
+            super().__call__(record, state)
+            return
+        self._unwritten.append((record, SimpleNamespace(cursor=state.cursor)))
+        if self._turns > 1:  # whoever wrote before has finished its hooks
+            self.succeed()
+
+    def succeed(self, ends: bool = False) -> None:
+        """Go on after the last step that was written, if this process now comes first; `ends`: no step follows."""
+        if self._writes or not processes.first() or not self._unwritten:
+            return
+        try:
+            written = report.read_run(self._folder)
+            done, seconds = (int(written.step_S[-1]), float(written.seconds_S[-1])) if written.steps else (0, 0.0)
+            self.plan_changes = int(np.nansum(written.changed_S))
+        except FileNotFoundError:  # this host has a folder of its own
+            done, seconds = 0, 0.0
+        new = [pair for pair in self._unwritten if pair[0].step > done]
+        if not (new or ends):
+            return
+        covered = new[0][0].seconds - new[0][0].step_time if new else self._unwritten[-1][0].seconds
+        self._writes, self.tracker, self.seconds = True, self._open(done), seconds - covered
+        for record, state in new:
+            super().__call__(record, state)
+        self._unwritten.clear()
 
 
 def summary(
