@@ -144,10 +144,10 @@ def _to_the_end(step: Step, live: LiveState, advance: Advance, recorder: Recorde
     """Run until no step is left or a stop was requested; returns the state."""
     made, record = None, None
     while not (record is not None and record.stop) and (made := advance(live)) is not None:
-        if step.requests.leave and step.recovery is not None:
-            step.recovery.leave()
         before, (live, record) = live, made
         record = _added(step, recorder, record, before)
+        if step.requests.leave and step.recovery is not None:  # after the hooks, in which all may evaluate or save
+            step.recovery.leave()
     _added(step, recorder, step.flush(), live)
     return live.whole()
 

@@ -69,6 +69,29 @@ def test_who_joins_waits_until_the_others_have_evaluated_saved_or_predicted(tmp_
     assert len(seen) == (0 if what == "save" else 2)
 
 
+def test_who_leaves_keeps_nobody_waiting_who_evaluates():
+    """It is asked to leave after step 3, and all evaluate after step 4, while step 5 runs."""
+    losses = {}
+
+    def work(link):
+        with trainer(own(link)) as each:
+
+            def hook(record, state):
+                if record.step == 3 and link.number == 1:
+                    each.leave()
+                if record.step == 4:
+                    losses[link.number] = each.evaluate(gathered(state), DATA)["loss"]
+
+            return result(each, *each.fit(each.init(params()), DATA, steps=STEPS, hooks=[hook]))
+
+    with Fleet(work, 3) as fleet:
+        results = fleet.end()
+    assert sorted(results) == [0, 2]
+    for found in results.values():
+        check(found)
+    np.testing.assert_allclose(losses[0], losses[2], rtol=1e-6)
+
+
 def test_who_comes_after_the_last_step_is_told_that_the_run_has_ended():
     """The others evaluate once more after `fit`, without it."""
 

@@ -283,7 +283,8 @@ class Registry:
             return f"Another process is member {number}."
         valid = [g for g in (self.in_force, self.proposal) if g is not None and number in g.numbers]
         late = self.in_force is not None and all(g.number <= self.in_force.number for g in inside)
-        if inside and not valid and (late or not recovering):
+        worked = not known.joins or status.get("in_force")  # else it was only proposed, and can be let in later
+        if inside and not valid and worked and (late or not recovering):
             return _fenced(number, "the others went on without it")
         if recovering and claims and (newest := claims[-1]).number > (self.in_force or newest).number:
             self._renew = "The rendezvous was started anew."

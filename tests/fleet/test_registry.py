@@ -428,6 +428,29 @@ def test_a_restarted_rendezvous_reissues_no_number_and_disturbs_nobody(saves):
 
 
 @pytest.mark.parametrize("saves", [True, False])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_newcomer_that_was_proposed_as_the_rendezvous_died_is_let_in_by_the_next_one(saves, late):
+    world = World(3, saves=saves)
+    a, b, c = world.start(3)
+    for member in (a, b, c):
+        member.confirms = False
+    joiner = world.join("j")
+    world.settle()
+    assert joiner.newest.number == 2
+    assert joiner.in_force is None
+    world.restart()
+    joiner.cut = late
+    for member in (a, b, c):
+        member.confirms = True
+    world.settle(2)
+    joiner.cut = False
+    world.settle(2)
+    assert not (joiner.failed or joiner.refused)
+    assert a.in_force.numbers == joiner.in_force.numbers == (0, 1, 2, 3)
+    assert a.in_force.number > 2
+
+
+@pytest.mark.parametrize("saves", [True, False])
 def test_members_that_died_while_the_rendezvous_was_away_are_lost_when_it_is_back(saves):
     world = World(3, saves=saves)
     a, b, c = world.start(3)
