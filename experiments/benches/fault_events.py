@@ -99,19 +99,19 @@ class Events:
         lost = {victim.number for victim in chosen}
         others = [member for member in training if member not in chosen]
 
-        def gone_on() -> list[float]:
-            """Ends of the first steps of the others without the victims; if there are none, of the step after next."""
-            steps = (row for m in others for row in m.since(began) if row.at > began)
-            return [row.at for row in steps if (not lost & row.numbers if lost else row.step >= before + 2)]
+        def gone_on(member: Member) -> float | None:
+            """End of its first step without the victims; if there are none, of the step after next."""
+            after = lambda row: not lost & row.numbers if lost else row.step >= before + 2
+            return min((row.at for row in member.since(began) if row.at > began and after(row)), default=None)
 
-        fleet.wait(lambda: bool(gone_on()), f"a step after {kind} ({', '.join(acts)})")
-        ended = min(gone_on())
+        fleet.wait(lambda: all(map(gone_on, others)), f"a step after {kind} ({', '.join(acts)})")
+        ends = [end for end in map(gone_on, others) if end is not None]
         for act, victim in zip(leaves, chosen, strict=True):
             if act == "wake":
                 victim.send(signal.SIGCONT)
-        times = [[row.at for row in member.since(began) if row.at <= ended] for member in others]
+        times = [[row.at for row in m.since(began) if row.at <= end] for m, end in zip(others, ends, strict=True)]
         still = max((gap for each in times for gap in -np.diff(each)), default=0.0)
-        self._note(kind, before, began, ended, float(still), acts)
+        self._note(kind, before, began, min(ends), float(still), acts)
         return True
 
     def _note(

@@ -445,7 +445,7 @@ def test_a_newcomer_that_was_proposed_as_the_rendezvous_died_is_let_in_by_the_ne
     world.settle(2)
     joiner.cut = False
     world.settle(2)
-    assert not (joiner.failed or joiner.refused)
+    assert (joiner.failed, joiner.refused) == ("", "")
     assert a.in_force.numbers == joiner.in_force.numbers == (0, 1, 2, 3)
     assert a.in_force.number > 2
 
