@@ -424,6 +424,7 @@ def check_elastic(step: Any) -> None:
         (step.sync.name != "allreduce" and f"the sync {step.sync.name!r}", "the sync 'allreduce'"),
         (step.options.wire != "float32" and f"wire={step.options.wire!r}", "wire='float32'"),
         (step.options.delay and "delay=1", "delay=0"),
+        (step.options.update == "replicated" and "update='replicated'", "update='sharded'"),
         (step.options.transport == "mesh" and "transport='mesh'", "transport='host'"),
         (step.simulation is not None and "simulated speeds", "real ones"),
         (fixed and "the controller 'fixed' with one share per worker", "shares by kind of device, or 'balanced'"),

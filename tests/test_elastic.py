@@ -28,30 +28,27 @@ from hetjax.reduce import slices
 from hetjax.state import gathered
 
 
-@pytest.mark.parametrize("update", ["sharded", "replicated"])
-def test_undisturbed(update):
-    with Fleet(lambda link: member(link, update=update), 3) as fleet:
+def test_undisturbed():
+    with Fleet(member, 3) as fleet:
         results = fleet.end()
     for each in results.values():
         check(each)
 
 
-@pytest.mark.parametrize("update", ["sharded", "replicated"])
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_lost_member(update, victim):
+def test_a_lost_member(victim):
     def hook(link, record, each):
         if link.number == victim and record.step == 5:
             raise Killed
 
-    with Fleet(lambda link: member(link, hook, update=update), 3) as fleet:
+    with Fleet(lambda link: member(link, hook), 3) as fleet:
         results = fleet.end()
     assert sorted(results) == [number for number in range(3) if number != victim]
     for each in results.values():
         check(each)
 
 
-@pytest.mark.parametrize("update", ["sharded", "replicated"])
-def test_a_member_leaves_and_one_joins(update):
+def test_a_member_leaves_and_one_joins():
     """The leaver finishes its step; the joiner trains from the step at which it came, and its samples are right."""
 
     def hook(link, record, each):
@@ -60,7 +57,7 @@ def test_a_member_leaves_and_one_joins(update):
         if link.number == 1 and record.step == 7:
             each.leave()
 
-    with Fleet(lambda link: member(link, hook, update=update), 3) as fleet:
+    with Fleet(lambda link: member(link, hook), 3) as fleet:
         results = fleet.end()
     assert sorted(results) == [0, 2, 3]
     for number in (0, 2):
