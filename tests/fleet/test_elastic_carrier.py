@@ -54,11 +54,12 @@ def fleet():
 def steps_of(link):
     """Exchange something with everybody in every step; after a loss go on from the newest step."""
     link.enter_next()
-    channel, made, settled = link.channel(), 0, False
+    made, settled = 0, False
     while made < STEPS or not settled:
         try:
             if not settled:
                 made, settled = max(int(row) for row in link.gather(str(made).encode())), True
+                channel = link.channel()  # as a reduce opens one when members have settled
                 continue
             for piece in (0, 1):
                 for peer in link.others:
