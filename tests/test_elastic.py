@@ -117,6 +117,8 @@ def test_without_second_holders_all_go_back_to_the_checkpoint(tmp_path, saved):
 
             def hook(record, state):
                 if record.step == 8 and link.number == owner_of(each):
+                    if saved:
+                        saver._wait()  # checkpoints are written beside the training
                     raise Killed
 
             with saver:
