@@ -28,7 +28,7 @@ KINDS: dict[str, tuple[int, Sequence[str]]] = {
     "mixed": (4, []),
 }
 _MIXED = ("kill", "crash", "leave", "hang", "wake", "rendezvous", "newcomer")
-_SILENT = ("crash", "hang", "wake")  # nobody reports these victims: they still count for the majority
+_SILENT = ("crash", "hang", "wake")  # not reported by a launcher: these victims still count for the majority
 
 
 class Events:

@@ -48,8 +48,8 @@ class Member:
     number: int = -1  # given by the rendezvous; -1: not yet known
     rows: list[Row] = field(default_factory=list)
     stopped: bool = False  # by SIGSTOP or SIGKILL
-    spared: bool = False  # nobody kills it when it hangs
-    silent: bool = False  # nobody reports its end
+    spared: bool = False  # not killed when it hangs
+    silent: bool = False  # its end is not reported
     leaving: bool = False
     greeted: bool = False  # its join was counted
     _read: int = 0

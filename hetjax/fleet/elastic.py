@@ -1,7 +1,7 @@
 """The carrier of an elastic fleet: exchanges between whatever members the present generation has.
 
 Every message carries the generation it belongs to; messages of earlier ones are dropped, those of the next one wait
-until this process has entered it. As soon as a newer generation is proposed in which somebody is missing, the thread
+until this process has entered it. As soon as a newer generation is proposed in which a member is missing, the thread
 confirms it, and whatever still exchanges something in the old one ends with `GenerationChanged`. Nothing of an old
 generation is read after that, so the others may go on. One that lets others in (`entry`) is entered between two steps,
 the same in all members: `hetjax.recovery` decides when.
